@@ -30,11 +30,11 @@ from lightning_asyncpp.trainer import (
     SyncPipelineStrategy,
 )
 from lightning_asyncpp.trainer.batch_ends import after_own_update
+from lightning_asyncpp.trainer.hf_module import HFModule
 from lightning_asyncpp.version import __version__
 
 if TYPE_CHECKING:
     from lightning_asyncpp.tools.check import check_model
-    from lightning_asyncpp.trainer.hf_module import HFModule
 else:
 
     def __getattr__(name: str) -> Any:
@@ -43,10 +43,6 @@ else:
             from lightning_asyncpp.tools.check import check_model
 
             return check_model
-        if name == "HFModule":
-            from lightning_asyncpp.trainer.hf_module import HFModule
-
-            return HFModule
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

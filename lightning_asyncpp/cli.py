@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import pkgutil
 import platform
 import sys
@@ -17,7 +16,6 @@ from lightning_asyncpp.version import __version__
 
 __all__ = ["TOOLS", "main", "run"]
 
-_LIGHTNING = "lightning_asyncpp.lightning_cli.command"
 # subcommand -> function that runs it with its arguments
 TOOLS = {
     "check": "lightning_asyncpp.tools.check.check:main",
@@ -71,7 +69,9 @@ def run(arguments: Sequence[str] | None = None) -> None:
             raise ConfigurationError(str(error)) from error
     else:
         sys.argv[1:] = ["--help" if argument == FULL_HELP else argument for argument in given]
-        importlib.import_module(_LIGHTNING).run()
+        from lightning_asyncpp.lightning_cli import command
+
+        command.run()
 
 
 def answer_help(given: Sequence[str]) -> None:
@@ -89,8 +89,11 @@ def answer_help(given: Sequence[str]) -> None:
     if not given:
         sys.stderr.write(overview())
         sys.exit(2)  # so that a script that lost its arguments fails
-    _answer_version(given)
     name = given[0]
+    if name == "--version":
+        others = {**installed_versions(("torch", "lightning")), "Python": platform.python_version()}
+        print(f"asyncpp {__version__} ({', '.join(f'{name} {version}' for name, version in others.items())})")
+        sys.exit()
     if name in _HELP:
         print(overview(), end="")
         sys.exit()
@@ -98,33 +101,19 @@ def answer_help(given: Sequence[str]) -> None:
         hint = did_you_mean(name, [command for commands in GROUPS.values() for command in commands])
         sys.stderr.write(f"asyncpp: error: there is no subcommand {name!r}{hint}\n(`asyncpp --help` lists all)\n")
         sys.exit(2)
-    _answer_recipes(given)
+    if name == "recipes":
+        try:
+            pkgutil.resolve_name(TOOLS[name])(given[1:])
+        except (ConfigurationError, OSError) as error:
+            refuse(error)
+        sys.exit()
     if not _HELP.intersection(given):
         return
     if name in TOOLS:
-        from lightning_asyncpp.tools.parsers import PARSERS
-
-        PARSERS[name]().parse_args(given[1:])
+        pkgutil.resolve_name(f"lightning_asyncpp.tools.parsers:{name}_parser")().parse_args(given[1:])
     elif name in SUBCOMMANDS:
         print(help_of(name), end="")
         sys.exit()
-
-
-def _answer_version(given: Sequence[str]) -> None:
-    if list(given[:1]) == ["--version"]:
-        others = {**installed_versions(("torch", "lightning")), "Python": platform.python_version()}
-        print(f"asyncpp {__version__} ({', '.join(f'{name} {version}' for name, version in others.items())})")
-        sys.exit()
-
-
-def _answer_recipes(given: Sequence[str]) -> None:
-    if given[0] != "recipes":
-        return
-    try:
-        pkgutil.resolve_name(TOOLS["recipes"])(given[1:])
-    except (ConfigurationError, OSError) as error:
-        refuse(error)
-    sys.exit()
 
 
 def announce(given: Sequence[str]) -> None:

@@ -83,20 +83,6 @@ def optional_package(name: str, user: str) -> Any:
     except ImportError as error:
         if error.name is not None and error.name.partition(".")[0] != package:
             raise  # the package is installed, but one of its dependencies is not
-        raise ImportError(needed(user, [package]), name=package) from error
-
-
-def needed(user: str, packages: Iterable[str], extra: str | None = None) -> str:
-    """Return the message for missing packages.
-
-    Args:
-        user: part of this package that needs them.
-        packages: names of the packages, at least one.
-        extra: extra that installs all of them. Default: each package's extra, or the package itself if it has none.
-    """
-    packages = list(packages)
-    names = " and ".join(f"`{package}`" for package in packages)
-    extras = {extra} if extra is not None else {EXTRAS[package] for package in packages if package in EXTRAS}
-    own = [package for package in packages if extra is None and package not in EXTRAS]
-    wanted = [f'"lightning-asyncpp[{",".join(sorted(extras))}]"'] if extras else []
-    return f"{user} needs {names}, not installed here: pip install {' '.join([*wanted, *own])}"
+        wanted = f'"lightning-asyncpp[{EXTRAS[package]}]"' if package in EXTRAS else package
+        message = f"{user} needs `{package}`, not installed here: pip install {wanted}"
+        raise ImportError(message, name=package) from error

@@ -71,23 +71,17 @@ class NonFiniteGradientError(RuntimeError):
 
 
 class lost_peers:  # noqa: N801 - used like a function; a `@contextmanager` generator would cost more per message
-    """Translate an error of a broken connection into one that names the lost rank.
+    """Translate an error of a broken connection into a :class:`PeerLostError`.
 
     Errors of another kind pass unchanged. If this rank's device fails while the rank packs or awaits a message (out of
     memory, or an earlier kernel failed), that is a first cause, not a consequence of another rank's failure, and no
     other rank must be blamed.
 
-    Args:
-        who: rank at the other end; None if unknown.
-
     Raises:
         PeerLostError: instead of torch.distributed's RuntimeError.
     """
 
-    __slots__ = ("who",)
-
-    def __init__(self, who: str | None = None) -> None:
-        self.who = who
+    __slots__ = ()
 
     def __enter__(self) -> None:
         return None
@@ -98,7 +92,7 @@ class lost_peers:  # noqa: N801 - used like a function; a `@contextmanager` gene
             and is_noise(error)
             and not isinstance(error, (ConsequenceError, ProtocolError))
         ):
-            raise peer_lost(self.who, error) from None
+            raise peer_lost(None, error) from None
 
 
 def peer_lost(who: str | None, error: BaseException) -> PeerLostError:

@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "lightning_asyncpp"
 MOST = 28
 OF_OTHERS = {
     "_asdict", "_fields", "_replace", "_exit", "_getframe",  # of Python: named tuples, os and sys, all documented
+    "_option_string_actions",  # of Python's argparse, since its first release
     "_DistributedEnv", "_datasets",  # of litdata
 }  # fmt: skip
 LOOKED_UP = ("required", "getattr", "hasattr", "setattr")

@@ -100,16 +100,16 @@ class _Analysis:
             everything = [frozenset(range(unit)) for unit in range(num_units)]
         cut = replace(cut, outputs=tuple(outputs.get(name, ((), None)) for name in self.blocks))
         found = self.runs.in_stages(replace(cut, crossing=tuple(everything)), has_all=True)
+        # Outside of its block, a unit has the parameters that it uses and the buffers that it changes.
         around = [
-            (*self._used(gradients, own), *(name for name, owner in changed.items() if owner == unit))
+            (
+                *(name for name, p in self.model.named_parameters() if name in gradients and id(p) not in own),
+                *(name for name, owner in changed.items() if owner == unit),
+            )
             for unit, (gradients, own) in enumerate(zip(found.gradients, [*self.inside, set[int]()]))
         ]
         crossing = tuple(arrived | last for arrived, last in zip(found.crossing, before))
         return replace(cut, around=tuple(around), crossing=crossing)
-
-    def _used(self, gradients: dict[str, Tensor], own: set[int]) -> list[str]:
-        """Return the names of the parameters that a unit uses outside of its block."""
-        return [name for name, p in self.model.named_parameters() if name in gradients and id(p) not in own]
 
     def _observed(
         self, cut: OwnForwardCut

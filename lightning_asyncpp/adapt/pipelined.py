@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.analysis import find_cut
 from lightning_asyncpp.adapt.blocks import find_blocks
-from lightning_asyncpp.adapt.runs import Call, call_of, copied, examples_of, untouched
+from lightning_asyncpp.adapt.runs import Call, copied, examples_of, untouched
 from lightning_asyncpp.core.cut.network import called_by_steps, class_name
+from lightning_asyncpp.core.cut.partition_choice import call_of
 from lightning_asyncpp.core.cut.units import has_layers
 from lightning_asyncpp.core.cut.whole_model import whole_of
 from lightning_asyncpp.core.randomness import drawing_from

@@ -27,16 +27,6 @@ _DIMENSIONS: dict[type, int] = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
 _TOKEN_LABELS = ("CausalLM", "LMHead", "MaskedLM", "ConditionalGeneration")
 
 
-def call_of(example: Any) -> Call:
-    """Return an example as a call: a mapping has keyword arguments, a tuple or list has positional arguments.
-
-    An example of another type is the only argument.
-    """
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    return (tuple(example) if isinstance(example, (tuple, list)) else (example,)), {}
-
-
 def copied(args: tuple, kwargs: Mapping[str, Any]) -> Call:
     """Return copies of arguments, which the model may change in place."""
     return map_tensors(Tensor.clone, tuple(args)), map_tensors(Tensor.clone, dict(kwargs))

@@ -21,30 +21,7 @@ _PATIENCE_SECONDS = 5.0
 _WORKER_SECONDS = 1.0
 _MOMENT_SECONDS = 0.001
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-_delayed: weakref.WeakSet[_DelayedAction] = weakref.WeakSet()
-
-
-class _DelayedAction:
-    """Action that runs once: after some seconds, or when the interpreter ends, whichever comes first."""
-
-    def __init__(self, seconds: float, action: Callable[[], object]) -> None:
-        self._action = action
-        self._once = threading.Lock()
-        self._timer = threading.Timer(seconds, self.do)
-        self._timer.daemon = True
-        _threads.add(self._timer)
-        self._timer.start()
-
-    def do(self) -> None:
-        """Run the action unless it has begun."""
-        if self._once.acquire(blocking=False):
-            self._action()
-
-    def do_now(self) -> None:
-        """Run the action in this thread, unless it has begun."""
-        self._timer.cancel()
-        with suppress(Exception):
-            self.do()
+_delayed: dict[threading.Timer, Callable[[], object]] = {}  # actions that have not begun
 
 
 def run(action: Callable[[], object], name: str) -> None:
@@ -55,18 +32,29 @@ def run(action: Callable[[], object], name: str) -> None:
 
 
 def run_later(seconds: float, action: Callable[[], object]) -> None:
-    """Run an action in a thread after ``seconds``, or when the interpreter ends."""
-    _delayed.add(_DelayedAction(seconds, action))
+    """Run an action once: in a thread after ``seconds``, or when the interpreter ends, whichever comes first."""
+    timer = threading.Timer(seconds, lambda: _run_delayed(timer))
+    timer.daemon = True
+    _threads.add(timer)
+    _delayed[timer] = action
+    timer.start()
 
 
 def finish() -> None:
     """Run the delayed actions that have not begun; then wait for all threads, at most six seconds."""
-    for delayed in list(_delayed):
-        delayed.do_now()
+    for timer in list(_delayed):
+        timer.cancel()
+        with suppress(Exception):
+            _run_delayed(timer)
     deadline = time.monotonic() + _PATIENCE_SECONDS
     for thread in list(_threads):
         thread.join(max(0.0, deadline - time.monotonic()))
     wait_for_workers()
+
+
+def _run_delayed(timer: threading.Timer) -> None:
+    if (action := _delayed.pop(timer, None)) is not None:  # pop is atomic, so only one thread gets the action
+        action()
 
 
 def wait_for_workers() -> None:

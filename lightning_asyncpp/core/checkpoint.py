@@ -11,7 +11,6 @@ the next save, in :meth:`CheckpointWriter.settle`, or at the end of the run.
 from __future__ import annotations
 
 import io
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -27,16 +26,15 @@ from torch import Tensor, nn
 from lightning_asyncpp.core.cut.ties import check_copies, keep_once
 from lightning_asyncpp.core.first_cause import AtExit, uncaught
 from lightning_asyncpp.core.host_copies import as_bytes, pieces_on_host
-from lightning_asyncpp.core.ranks.agreement import exchange, together
+from lightning_asyncpp.core.ranks.agreement import exchange, in_same_call, together
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.stage_optimizer import name_of
 from lightning_asyncpp.core.tree import map_tensors
-from lightning_asyncpp.errors import ConfigurationError, different_calls, lost_peers
+from lightning_asyncpp.errors import ConfigurationError, lost_peers
 from lightning_asyncpp.storage import Target, commit, give_up, local_path, merged, new_target, write_part
 
 _TAG = 7
-_GATHERS = "gathers"
 _SMALL_BYTES = 2**14  # smaller tensors share a message, since each message takes a millisecond
 
 
@@ -56,8 +54,7 @@ def gather(mesh: Mesh, part: Any, ranks: Sequence[int]) -> list[Any]:
     """
     if mesh.groups is None:
         return [part]
-    if {*exchange(mesh, _GATHERS)} != {_GATHERS}:
-        raise different_calls("this rank gathers the state for a checkpoint, another one does not")
+    in_same_call(mesh, "gathers the state for a checkpoint")
     if mesh.rank == 0:
         return [_receive(mesh.groups.host, rank) if rank else on_host(part) for rank in ranks]
     if mesh.rank in ranks:
@@ -145,8 +142,8 @@ def stage_model_state(session: PipelineSession, own: Mapping[str, Any]) -> dict[
         own: ``state_dict`` of the cut module, or of the module that contains it.
     """
     assert session.stage is not None
-    weights = session.running().weights.shown()
-    shown = {name: weights[use] for name, use in session.stage.names.items() if use in weights}
+    weights = session.running().weights.for_evaluation() or {}
+    shown = {name: weights[use].detach() for name, use in session.stage.names.items() if use in weights}
     return {name: shown.get(name, value) for name, value in own.items()}
 
 
@@ -173,8 +170,8 @@ def stage_pipeline_state(session: PipelineSession) -> dict[str, Any]:
         "mini_batch": engine.mini_batch,
         "optimizer": None if session.optimizer is None else name_of(session.optimizer),
         "engine": engine.state_dict(),
-        OLDER: engine.weights.older() or {},
-        MASTERS: (engine.weights.masters() or {}) if engine.weights.has_masters else {},
+        OLDER: engine.weights.older(),
+        MASTERS: engine.weights.masters(),
     }
 
 
@@ -216,11 +213,11 @@ def load_model_state(session: PipelineSession, module: nn.Module, state: Mapping
 
     def load() -> None:
         check_copies(state, session.whole_model.same)
-        with pruned.hidden():
+        with pruned.showing(False):
             pruned.load(module, state, strict)
 
     together(engine.mesh, load)
-    engine.weights.restore(engine.weights.newest, None)
+    engine.weights.restore(engine.weights.newest)
 
 
 def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | None) -> None:
@@ -234,7 +231,7 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
     """
     engine = session.running()
     if state is None:
-        engine.weights.restore(engine.weights.newest, None)
+        engine.weights.restore(engine.weights.newest)
         return
     if state.get("weight_dtype") != (dtype := engine.settings.weight_dtype):
         raise ConfigurationError(
@@ -246,13 +243,13 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
         name: tensor if (saved := find(state[OLDER], name)) is None else saved
         for name, tensor in (*engine.weights.parameters.items(), *engine.weights.buffers.items())
     }
-    found = {name: find(state[MASTERS], name) for name in engine.weights.masters() or {}}
+    found = {name: find(state[MASTERS], name) for name in engine.weights.masters()}
     masters = {name: master for name, master in found.items() if master is not None}  # frozen parameters had no masters
-    has_older = bool(state[OLDER]) and engine.weights.room > 1
-    engine.load_state_dict(state["engine"], older if has_older else None, masters)
+    engine.load_state_dict(state["engine"], older if state[OLDER] else {}, masters)
     session.set_delay()  # the age of the gradients depends on the mini-batch that was just loaded
     session.seed = int(state["seed"])
-    engine.set_seed(session.seed)
+    for part in (engine, *engine.parts):
+        part.runner.seed = session.seed
 
 
 def rank_to_follow(mesh: Mesh, state: Mapping[str, Any]) -> int:
@@ -300,7 +297,7 @@ class CheckpointWriter:
             StorageError: the checkpoint cannot be written.
         """
         self.settle()
-        mesh = self._mesh
+        mesh = self.session.connected()
         if (self.sharded and mesh.replica == 0) or (self.in_background and mesh.rank == 0):
             content = on_host(content, copy=self.in_background)  # the next mini-batch changes the tensors
         if self.sharded:
@@ -348,7 +345,7 @@ class CheckpointWriter:
 
     def _agreed_target(self, path: Any) -> Target:
         """Return the target of a sharded save, chosen on rank 0."""
-        mesh, folder = self._mesh, local_path(path)
+        mesh, folder = self.session.connected(), local_path(path)
         if folder is None:
             raise ConfigurationError(
                 f"state_dict_type='sharded': {path} is not on a local file system; name a folder that all"
@@ -356,22 +353,17 @@ class CheckpointWriter:
             )
         chosen: list[Target] = []
         together(mesh, (lambda: chosen.append(new_target(folder))) if mesh.rank == 0 else _nothing)
-        return Target(*json.loads(exchange(mesh, json.dumps(chosen[0]) if chosen else "")[0]))
+        return exchange(mesh, chosen)[0][0]
 
     def _run(self, job: Callable[[dist.ProcessGroup | None], None]) -> None:
         """Run a collective job at once, or in the background in a separate process group."""
         if not self.in_background:
             job(None)
             return
-        group = self._mesh.group_for_saving(self.session.timeout)
+        group = self.session.connected().group_for_saving(self.session.timeout)
         self._at_exit = self._at_exit or AtExit(partial(_fail_at_exit, self._pending))
         self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending.append(self._executor.submit(job, group))
-
-    @property
-    def _mesh(self) -> Mesh:
-        assert self.session.mesh is not None, "connect the pipeline before saving a checkpoint"
-        return self.session.mesh
 
 
 def _write_folder(mesh: Mesh, group: dist.ProcessGroup | None, target: Target, part: Mapping[str, Any]) -> None:
@@ -380,8 +372,7 @@ def _write_folder(mesh: Mesh, group: dist.ProcessGroup | None, target: Target, p
     try:
         writes = mesh.replica == 0
         together(mesh, (lambda: own.append(write_part(target, mesh.stage, part))) if writes else _nothing, group)
-        by_rank = [json.loads(text) for text in exchange(mesh, json.dumps(own), group)]
-        files = dict(sorted(file for written in by_rank for file in written))
+        files = dict(sorted(file for written in exchange(mesh, own, group) for file in written))
         together(mesh, partial(commit, target, files) if mesh.rank == 0 else _nothing, group)
     except BaseException:
         if mesh.rank == 0:

@@ -1,14 +1,14 @@
 """The engine, which runs the schedule on one stage: forwards, backwards and updates.
 
-Training methods that may wait for other stages come in two forms. In a process with one stage, :meth:`Engine.run`,
-:meth:`Engine.complete`, :meth:`Engine.apply_due` and :meth:`Engine.drain` block. Each has a variant ``iter_...`` that
-yields every action right before the action runs, so that several stages in one process (``local.py``) can take turns.
+Training methods that may wait for other stages come in two forms. :meth:`Engine.run`, :meth:`Engine.complete`,
+:meth:`Engine.apply_due` and :meth:`Engine.drain` block. Each has a variant ``iter_...`` for one stage, which yields
+every action right before the action runs, so that several stages in one process (``local.py``) can take turns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -93,7 +93,8 @@ class Engine:
 
     def schedules(self) -> list[Schedule]:
         """Return the schedules of all stages."""
-        return [self.stage.whole.schedule(self.settings, stage) for stage in range(self.mesh.num_stages)]
+        whole = self.parts[0].stage.whole
+        return [whole.schedule(self.settings, stage) for stage in range(self.settings.num_stages)]
 
     @property
     def mini_batch(self) -> int:
@@ -103,7 +104,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether nothing is in flight and no update is outstanding."""
-        return self.next_backward == self.next_forward and not self.updates.pending
+        return all(part.next_backward == part.next_forward and not part.updates.pending for part in self.parts)
 
     @property
     def drained(self) -> bool:
@@ -133,11 +134,9 @@ class Engine:
             afterwards: function called after an update that was due between two microbatches; it may change weights.
         """
         with preserved_generators(self.runner.device):
-            return finish(self.iter_batch(batch, step, afterwards))
+            return self._run_all(lambda engine: engine.iter_batch(batch, step, afterwards))[-1]
 
-    def iter_batch(
-        self, batch: Any, step: Step, afterwards: Callable[[], object] = lambda: None
-    ) -> Actions[BatchOutput]:
+    def iter_batch(self, batch: Any, step: Step, afterwards: Callable[[], object]) -> Actions[BatchOutput]:
         """Run a training batch action by action; see :meth:`run`."""
         count = self.settings.microbatches
         slots = self._slots(batch) if self._checked else together(self.mesh, partial(self._slots, batch))
@@ -168,10 +167,10 @@ class Engine:
 
         The next batch then begins the same mini-batch anew.
         """
-        if self.accumulating:
-            if self.runner.transport is not None:
-                self.runner.transport.announce_drop(self.next_forward)
-            self.updates.drop_open(self.next_forward, self.next_backward)
+        for part in self.parts if self.accumulating else ():
+            if part.runner.transport is not None:
+                part.runner.transport.announce_drop(part.next_forward)
+            part.updates.drop_open(part.next_forward, part.next_backward)
 
     def complete(self, hyper_parameters: HyperParameters | None = None, note: Any = None) -> None:
         """Complete the mini-batch: all batches since the last call share one update.
@@ -181,9 +180,9 @@ class Engine:
             note: value that the strategy receives with this update.
         """
         with preserved_generators(self.runner.device):
-            finish(self.iter_complete(hyper_parameters, note))
+            self._run_all(lambda engine: engine.iter_complete(hyper_parameters, note))
 
-    def iter_complete(self, hyper_parameters: HyperParameters | None = None, note: Any = None) -> Actions[None]:
+    def iter_complete(self, hyper_parameters: HyperParameters | None, note: Any) -> Actions[None]:
         """Complete the mini-batch, action by action; if it ends with a flush, run its backwards."""
         flushes = self.schedule.pipeline_rule.flushes(self.mini_batch)
         self.updates.complete(self.next_forward, hyper_parameters, note)
@@ -194,10 +193,12 @@ class Engine:
     def apply_due(self) -> list[Update]:
         """Apply the updates that are due; return all updates applied since the last call, in order.
 
+        Of several stages in this process, the first stage's updates are returned.
+
         Raises:
             NonFiniteGradientError: a gradient is not finite under ``nonfinite_gradients="stop"``; raised on every rank.
         """
-        return finish(self.iter_due())
+        return self._run_all(Engine.iter_due)[0]
 
     def iter_due(self) -> Actions[list[Update]]:
         """Apply the updates that are due, one by one; see :meth:`apply_due`."""
@@ -207,16 +208,18 @@ class Engine:
     def drain(self) -> list[Update]:
         """Finish all microbatches in flight and apply the updates of all complete mini-batches; a collective call.
 
-        Later mini-batches run on the same weight versions as without the drain.
+        Later mini-batches run on the same weight versions as without the drain. The result is as in :meth:`apply_due`.
 
         Raises:
             ProtocolError: the previous stage has sent a further batch.
         """
         with (
-            torch.inference_mode(False), torch.enable_grad(), self.modes_of_forwards(),
-            preserved_generators(self.runner.device), self.runner.span(Activity.DRAIN, self.mini_batch),
+            torch.inference_mode(False), torch.enable_grad(), preserved_generators(self.runner.device),
+            self.runner.span(Activity.DRAIN, self.mini_batch), ExitStack() as modes,
         ):  # fmt: skip
-            return finish(self.iter_drain())
+            for part in self.parts:
+                modes.enter_context(part.modes_of_forwards())
+            return self._run_all(Engine.iter_drain)[0]
 
     def iter_drain(self) -> Actions[list[Update]]:
         """Drain the pipeline, action by action; see :meth:`drain`."""
@@ -247,9 +250,10 @@ class Engine:
         flights = []
         self.weights.adopt()
         newest, weights = self.weights.newest, self.weights.for_evaluation()
+        trace, self.runner.trace = self.runner.trace, None  # the microbatches' numbers are not those of training
         try:
             slots = self._slots(batch)
-            with preserved_generators(self.runner.device), self.runner.untraced():
+            with preserved_generators(self.runner.device):
                 for slot in slots:
                     task = Task(
                         self.evaluated, newest, weights, slot.content, slot.fingerprint, step, purpose, slot.weight
@@ -259,6 +263,8 @@ class Engine:
         except Exception as error:
             self.runner.announce_failure(self.evaluated, error)
             raise
+        finally:
+            self.runner.trace = trace
         if self.runner.transport is not None:
             # Limit how far later stages lag, since activations sent to them take memory.
             self.runner.transport.wait_for_stage_after(backlog=4 * self.settings.microbatches)
@@ -286,27 +292,29 @@ class Engine:
         }  # fmt: skip
 
     def load_state_dict(
-        self, state: Mapping[str, Any], older: Mapping[str, Tensor] | None, masters: Mapping[str, Tensor] | None = None
+        self, state: Mapping[str, Any], older: Mapping[str, Tensor], masters: Mapping[str, Tensor]
     ) -> None:
         """Load counters, older weights and masters (fp32 weights that the optimizer updates), after the parameters."""
-        self.next_forward = self.next_backward = self._drained = state["microbatch"]
-        self.updates.begin_at(state["mini_batch"], state["microbatch"])
-        self.updates.last_norm = state.get("norm")
+        for part in self.parts:
+            part.next_forward = part.next_backward = part._drained = state["microbatch"]
+            part.updates.begin_at(state["mini_batch"], state["microbatch"])
+            part.updates.last_norm = state.get("norm")
         self.evaluated = state.get("evaluated", 0)
         self.weights.restore(state["version"], older, masters)
-
-    def set_seed(self, seed: int) -> None:
-        """Replace the seed of the run."""
-        self.runner.seed = seed
-
-    def release(self) -> None:
-        """Replace masters in the module by the newest weights, as :meth:`WeightVersions.release_masters` describes."""
-        self.weights.release_masters()
 
     def close(self) -> None:
         """Close the connections to the neighbours, after they have received everything."""
         if self.runner.transport is not None:
             self.runner.transport.close()
+
+    def _run_all(self, actions: Callable[[Engine], Actions[T]]) -> list[T]:
+        """Run the actions of each stage in this process, and return each stage's result."""
+        own = actions(self)
+        while True:
+            try:
+                next(own)  # may wait for other stages
+            except StopIteration as end:
+                return [end.value]
 
     def _slots(self, batch: Any) -> list[Slot]:
         return self.runner.slots(batch, self.settings.microbatches, self.host_batch)
@@ -379,12 +387,3 @@ class Engine:
         finally:
             for module in others:
                 module.training = not module.training
-
-
-def finish(actions: Actions[T]) -> T:
-    """Run all actions, waiting for other stages where necessary, and return their result."""
-    while True:
-        try:
-            next(actions)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]

@@ -80,7 +80,7 @@ class FailureWatch:
         self._outlast = None
         key = broadcast(mesh, f"lightning_asyncpp/{secrets.token_hex(8)}", 0)
         watch = weakref.ref(self)  # weak, since the thread and the exit handler must not keep a session alive
-        self._first = FirstCause(key, _name(mesh, 0), lambda cause: _call(watch, FailureWatch._learn, cause))
+        self._first = FirstCause(key, mesh.name_of(0), lambda cause: _call(watch, FailureWatch._learn, cause))
         self._at_exit = AtExit(lambda: _call(watch, FailureWatch._end_process))
         weakref.finalize(self, _stop_watching, self._first, self._at_exit).atexit = False
 
@@ -173,7 +173,7 @@ class FailureWatch:
         if (is_lost or isinstance(error, ConsequenceError)) and getattr(error, "peer", None) is None:
             self._first.wait(CAUSE_SECONDS)
         met = peer_lost(None, error) if is_lost and not isinstance(error, PeerLostError) else error
-        cause = self._first.report(Cause.of(met, _name(self._mesh, self._mesh.rank)), CAUSE_SECONDS)
+        cause = self._first.report(Cause.of(met, self._mesh.name_of(self._mesh.rank)), CAUSE_SECONDS)
         if is_lost:
             error.args = (self._words(cause),)
         if not isinstance(error, KeyboardInterrupt):
@@ -294,10 +294,6 @@ def _stop_watching(first: FirstCause, at_exit: AtExit) -> None:
 def _call(watch: weakref.ref[FailureWatch], method: Callable[..., None], *args: Cause) -> None:
     if (alive := watch()) is not None:
         method(alive, *args)
-
-
-def _name(mesh: Mesh, rank: int) -> str:
-    return f"rank {rank} (stage {mesh.stage_of(rank)})"
 
 
 def abort_connections(mesh: Mesh | None, transport: Transport | None) -> None:

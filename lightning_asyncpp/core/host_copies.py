@@ -68,23 +68,6 @@ def pieces_on_host(tensor: Tensor, piece_bytes: int = _PIECE_BYTES) -> Iterator[
         yield HostCopy(piece).wait()
 
 
-def on_host(tensor: Tensor) -> Tensor:
-    """Return a host tensor as it is, and a device tensor as a contiguous copy on the host."""
-    if tensor.is_cpu:
-        return tensor.detach()
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    flat, begin = copy.view(-1), 0
-    for piece in pieces_on_host(tensor):
-        flat[begin : begin + len(piece)] = piece
-        begin += len(piece)
-    return copy
-
-
-def empty_on_host(elements: int, like: Tensor) -> Tensor:
-    """Return an empty host tensor (elements,) of the dtype of ``like``, pinned if ``like`` is on a device."""
-    return torch.empty(elements, dtype=like.dtype, device="cpu", pin_memory=not like.is_cpu)
-
-
 class Reading:
     """Asynchronous read of numbers from a device.
 

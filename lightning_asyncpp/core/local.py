@@ -10,43 +10,26 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, TypeVar
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.core.cut.stage import Stage
+from lightning_asyncpp.core.cut.ties import Tie
 from lightning_asyncpp.core.engine import Actions, Engine
 from lightning_asyncpp.core.host_copies import HostBatch
 from lightning_asyncpp.core.local_messages import LocalMesh, LocalTransport, Mailbox
 from lightning_asyncpp.core.microbatch import BatchOutput, Step, UserHooks
-from lightning_asyncpp.core.randomness import preserved_generators
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.runner import stage_runner
-from lightning_asyncpp.core.schedule import Action, Kind, Schedule
+from lightning_asyncpp.core.schedule import Action, Kind
 from lightning_asyncpp.core.settings import ResolvedSettings
-from lightning_asyncpp.core.updates.mini_batch import HyperParameters, Update
 from lightning_asyncpp.core.weights import WeightVersions
 
 T = TypeVar("T")
-
-
-class Shared(NamedTuple):
-    """Parameter that a stage shares with an earlier stage, the owner; only the owner's optimizer step changes it.
-
-    Attributes:
-        stage: index of the stage.
-        name: name of the parameter on this stage.
-        owner: index of the first stage that has the parameter.
-        owners_name: name of the parameter on the owner.
-    """
-
-    stage: int
-    name: str
-    owner: int
-    owners_name: str
 
 
 class LocalPipeline(Engine):
@@ -76,14 +59,14 @@ class LocalPipeline(Engine):
         # Replaces Engine.__init__, which sets the attributes of a single stage.
         self.stage, self.mesh, self.settings = whole, Mesh(1, 1, 0), settings
         self.host_batch, self.evaluated = HostBatch(), 0
-        self._shared = share(stages)
+        self._ties = share(stages)
         self._mailbox = Mailbox(len(stages))
         self._turns = _Turns(whole.root, len(stages))
         self.engines = [self._engine(stage, seed, device, hooks) for stage in stages]
         self.runner = stage_runner(whole, self.mesh, None, hooks, seed, device)
         self.schedule = self.engines[-1].schedule  # the last stage computes and logs the loss
         self.updates = self.engines[0].updates  # the first stage applies an update last
-        self.weights: AllWeights = AllWeights(self.engines, self._shared, whole.uses)
+        self.weights: AllWeights = AllWeights(self.engines, self._ties, whole.uses)
 
     def _engine(self, stage: Stage, seed: int, device: torch.device, hooks: UserHooks) -> Engine:
         mesh = LocalMesh(self._mailbox, self.settings.num_stages, stage.index)
@@ -102,72 +85,21 @@ class LocalPipeline(Engine):
         """Number of the next microbatch, counted over the run."""
         return self.engines[0].next_forward
 
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is in flight and no update is outstanding."""
-        return all(engine.idle for engine in self.engines)
-
-    def schedules(self) -> list[Schedule]:
-        """Return the schedules of all stages."""
-        return [engine.schedule for engine in self.engines]
-
     def run(self, batch: Any, step: Step, afterwards: Callable[[], object] = lambda: None) -> BatchOutput:
         """Run a training batch on all stages; see :meth:`Engine.run`."""
         self.weights.adopt()  # hooks may have changed weights
-        with self._turns.drawing(), preserved_generators(self.runner.device):
-            return self._take_turns([engine.iter_batch(batch, step, afterwards) for engine in self.engines])[-1]
-
-    def drop(self) -> None:
-        """Discard the gradient of the batches since the last :meth:`complete`."""
-        for engine in self.engines:
-            engine.drop()
-
-    def complete(self, hyper_parameters: HyperParameters | None = None, note: Any = None) -> None:
-        """Complete the mini-batch on all stages; see :meth:`Engine.complete`."""
-        with preserved_generators(self.runner.device):
-            self._take_turns([engine.iter_complete(hyper_parameters, note) for engine in self.engines])
-
-    def apply_due(self) -> list[Update]:
-        """Apply the updates that are due; return the first stage's updates."""
-        return self._take_turns([engine.iter_due() for engine in self.engines])[0]
-
-    def drain(self) -> list[Update]:
-        """Finish all microbatches in flight and apply all updates; return the first stage's updates."""
-        with ExitStack() as stack:
-            for context in (torch.inference_mode(False), torch.enable_grad(), preserved_generators(self.runner.device)):
-                stack.enter_context(context)
-            for engine in self.engines:
-                stack.enter_context(engine.modes_of_forwards())
-            return self._take_turns([engine.iter_drain() for engine in self.engines])[0]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the counters, which are the same on all stages of a drained pipeline."""
-        return {**self.engines[0].state_dict(), "evaluated": self.evaluated}
-
-    def load_state_dict(
-        self, state: Mapping[str, Any], older: Mapping[str, Tensor] | None, masters: Mapping[str, Tensor] | None = None
-    ) -> None:
-        """Load counters, older weights and masters (fp32 weights that the optimizer updates) into all stages."""
-        self.evaluated = state.get("evaluated", 0)
-        self.weights.give_parameters_to_copies()
-        for number, engine in enumerate(self.engines):
-            own_older = self.weights.of_stage(number, older) if engine.weights.room > 1 else None
-            engine.load_state_dict(state, own_older, self.weights.of_stage(number, masters))
-
-    def set_seed(self, seed: int) -> None:
-        """Replace the seed of the run."""
-        super().set_seed(seed)
-        for engine in self.engines:
-            engine.set_seed(seed)
+        with self._turns.drawing():
+            return super().run(batch, step, afterwards)
 
     # -- turns ----------------------------------------------------------------------------------------------------
 
-    def _take_turns(self, of_stages: Sequence[Actions[T]]) -> list[T]:
+    def _run_all(self, actions: Callable[[Engine], Actions[T]]) -> list[T]:
         """Run the actions of all stages, each when its inputs have arrived; return each stage's result.
 
         Raises:
             RuntimeError: every stage waits for another stage.
         """
+        of_stages = [actions(engine) for engine in self.engines]
         results: dict[int, T] = {}
         waiting: dict[int, Action] = {}
 
@@ -190,8 +122,8 @@ class LocalPipeline(Engine):
                     while number in waiting and self._is_ready(number, waiting[number]):
                         advance(number)
                 if waiting == before:
-                    actions = ", ".join(f"stage {number}: {action}" for number, action in waiting.items())
-                    raise RuntimeError(f"every stage waits for another stage ({actions}): the schedule has a deadlock")
+                    waits = ", ".join(f"stage {number}: {action}" for number, action in waiting.items())
+                    raise RuntimeError(f"every stage waits for another stage ({waits}): the schedule has a deadlock")
         return [results[number] for number in range(len(of_stages))]
 
     def _is_ready(self, number: int, action: Action) -> bool:
@@ -205,7 +137,10 @@ class LocalPipeline(Engine):
         mini_batch = next((m for m in engine.updates.pending if m.index == action.index), None)
         if mini_batch is None:
             return True  # a drain has applied the update
-        if any(self.engines[tie.owner].weights.newest <= action.index for tie in self._shared if tie.stage == number):
+        if any(
+            number in tie.stages[1:] and self.engines[tie.stages[0]].weights.newest <= action.index
+            for tie in self._ties
+        ):
             return False  # the owner must apply this update first, since the stage copies the owner's weights
         for other in reversed(self.engines):
             other.updates.poll()
@@ -286,63 +221,59 @@ class _Turns:
 class AllWeights(WeightVersions):
     """Weight versions of all stages, by their names in the whole model.
 
-    Versions and masters are explained in :mod:`lightning_asyncpp.core.weights`.
+    Versions and masters are explained in :mod:`lightning_asyncpp.core.weights`. The first stage that has a shared
+    parameter owns it: only the owner's optimizer step changes the parameter, and later stages copy it.
 
     Args:
         engines: engines of the stages.
-        shared: parameters that an earlier stage owns.
+        ties: trained parameters that several stages share.
         uses: name of a shared parameter in a later layer -> its name in the first layer that has it.
     """
 
-    def __init__(self, engines: Sequence[Engine], shared: Sequence[Shared], uses: Mapping[str, str]) -> None:
+    def __init__(self, engines: Sequence[Engine], ties: Sequence[Tie], uses: Mapping[str, str]) -> None:
         # Replaces WeightVersions.__init__, which sets the attributes of a single stage.
         self._all = [engine.weights for engine in engines]
-        self._shared, self._shared_uses = shared, uses
-        self._copies = {(tie.stage, tie.name) for tie in shared}
+        self._ties, self._shared_uses = ties, uses
+        self._copies = {copy for tie in ties for copy in zip(tie.stages[1:], tie.names[1:])}
         first = self._all[0]
         self.room, self.compute_dtype = max(weights.room for weights in self._all), first.compute_dtype
         self.has_masters = first.has_masters
-        self.parameters = self._merged(lambda weights: weights.parameters) or {}
-        self.buffers = {name: buffer for weights in self._all for name, buffer in weights.buffers.items()}
+        self.parameters = self._merged(lambda weights: weights.parameters)
+        self.buffers = self._merged(lambda weights: weights.buffers)
 
     @property
     def newest(self) -> int:  # type: ignore[override]
         """Newest version that all stages have."""
         return min(weights.newest for weights in self._all)
 
-    def of_stage(self, number: int, values: Mapping[str, T] | None) -> dict[str, T] | None:
+    def of_stage(self, number: int, values: Mapping[str, T]) -> dict[str, T]:
         """Select the values of a stage's parameters and buffers from the values of the whole model."""
-        if values is None:
-            return None
-        names = {tie.name: tie.owners_name for tie in self._shared if tie.stage == number}
+        names = {tie.name_on(number): tie.names[0] for tie in self._ties if number in tie.stages}
         own = self._all[number]
         wanted = {name: names.get(name, name) for name in (*own.parameters, *own.buffers)}
         return {name: values[at] for name, at in wanted.items() if at in values}
 
     def for_evaluation(self) -> dict[str, Tensor] | None:
         """Return the leaf tensors of the newest version; None if they are the module's parameters."""
-        found = self._merged(lambda weights: weights.for_evaluation())
-        if found is not None:
-            found |= {use: found[name] for use, name in self._shared_uses.items() if name in found}
-        return found
+        if not self.has_masters:
+            return None
+        found = self._merged(lambda weights: weights.leaves(weights.newest))
+        return found | {use: found[name] for use, name in self._shared_uses.items() if name in found}
 
-    def shown(self) -> dict[str, Tensor]:
-        """Return the weights of the newest version by name; empty if they are the module's parameters."""
-        return self._merged(lambda weights: weights.shown()) or {}
-
-    def older(self) -> dict[str, Tensor] | None:
+    def older(self) -> dict[str, Tensor]:
         """Return the weights of the version before the newest, from the stages that have two versions."""
         return self._merged(lambda weights: weights.older())
 
-    def masters(self) -> dict[str, Tensor] | None:
-        """Return the masters by name; None without masters."""
+    def masters(self) -> dict[str, Tensor]:
+        """Return the masters by name; empty without masters."""
         return self._merged(lambda weights: weights.masters())
 
-    def restore(
-        self, newest: int, older: Mapping[str, Tensor] | None, masters: Mapping[str, Tensor] | None = None
-    ) -> None:
+    def restore(self, newest: int, older: Mapping[str, Tensor] = {}, masters: Mapping[str, Tensor] = {}) -> None:
         """Set version ``newest`` from the parameters, the version before it from ``older``, and then the masters."""
-        self.give_parameters_to_copies()
+        for tie in self._ties:  # only the owners' parameters were loaded
+            loaded = self._all[tie.stages[0]].parameters[tie.names[0]]
+            for stage, name in zip(tie.stages[1:], tie.names[1:]):
+                self._all[stage].parameters[name].data.copy_(loaded.data)
         for number, weights in enumerate(self._all):
             weights.restore(newest, self.of_stage(number, older), self.of_stage(number, masters))
 
@@ -355,19 +286,14 @@ class AllWeights(WeightVersions):
 
     def follow_owners(self, number: int) -> None:
         """Copy the owners' newest values into a stage's copies of shared parameters."""
-        for tie in self._shared:
-            own, owners = self._all[tie.stage], self._all[tie.owner]
-            if tie.stage == number and own.newest == owners.newest:
-                value = owners.leaves(owners.newest)[tie.owners_name]
-                own.leaves(own.newest)[tie.name].data.copy_(value.data)
+        own = self._all[number]
+        for tie in self._ties:
+            owner = self._all[tie.stages[0]]
+            if number in tie.stages[1:] and own.newest == owner.newest:
+                name, owners_name = tie.name_on(number), tie.names[0]
+                own.leaves(own.newest)[name].data.copy_(owner.leaves(owner.newest)[owners_name].data)
                 if own.has_masters:
-                    own.parameters[tie.name].data.copy_(owners.parameters[tie.owners_name].data)
-
-    def give_parameters_to_copies(self) -> None:
-        """Copy loaded parameters from their owners into the copies on later stages."""
-        for tie in self._shared:
-            own, owners = self._all[tie.stage].parameters, self._all[tie.owner].parameters
-            own[tie.name].data.copy_(owners[tie.owners_name].data)
+                    own.parameters[name].data.copy_(owner.parameters[owners_name].data)
 
     def release_masters(self) -> None:
         """Replace masters in the module by the newest weights; see :meth:`WeightVersions.release_masters`."""
@@ -379,29 +305,22 @@ class AllWeights(WeightVersions):
         for weights in self._all:
             weights.to_host()
 
-    def _merged(self, values_of: Callable[[WeightVersions], Mapping[str, Any] | None]) -> dict[str, Any] | None:
-        found = [values_of(weights) for weights in self._all]
-        if all(values is None for values in found):
-            return None
+    def _merged(self, values_of: Callable[[WeightVersions], Mapping[str, T]]) -> dict[str, T]:
         return {
             name: value
-            for number, values in enumerate(found)
-            for name, value in (values or {}).items()
+            for number, weights in enumerate(self._all)
+            for name, value in values_of(weights).items()
             if (number, name) not in self._copies
         }
 
 
-def share(stages: Sequence[Stage]) -> list[Shared]:
-    """Give each later stage a copy of every trained parameter that it shares with an earlier stage.
+def share(stages: Sequence[Stage]) -> list[Tie]:
+    """Give each later stage a copy of every trained parameter that it shares with an earlier stage; return the ties.
 
     The stages step at different times, so they cannot share the memory of their versions.
     """
-    owners: dict[int, tuple[int, str]] = {}
-    shared = []
-    for stage in stages:
-        for name, parameter in stage.parameters.items():
-            owner, owners_name = owners.setdefault(id(parameter), (stage.index, name))
-            if owner != stage.index and parameter.requires_grad:
-                shared.append(Shared(stage.index, name, owner, owners_name))
-                stage.parameters[name] = nn.Parameter(parameter.detach().clone())
-    return shared
+    ties = [tie for tie in stages[0].whole.ties if stages[tie.stages[0]].parameters[tie.names[0]].requires_grad]
+    for tie in ties:
+        for stage, name in zip(tie.stages[1:], tie.names[1:]):
+            stages[stage].parameters[name] = nn.Parameter(stages[stage].parameters[name].detach().clone())
+    return ties

@@ -20,15 +20,13 @@ _OLD = 8  # mini-batches after which no stage reads a control message any more
 class Mailbox:
     """Messages in flight between the stages of one process.
 
-    A control message has the numbers of a mini-batch that all stages agree on; see :class:`.ControlMessage`.
-
     Args:
         num_stages: number of stages P.
 
     Attributes:
         activations: for each stage, activations from the previous stage.
         gradients: for each stage, gradients from the next stage.
-        parts: (stage, mini-batch) -> sum of the control messages of all later stages.
+        parts: (stage, mini-batch) -> sum of the control messages (:class:`.ControlMessage`) of all later stages.
         totals: mini-batch -> sum of the control messages of all stages.
         arrived: (from rank, to rank, tag) -> messages whose receives are not posted yet.
         awaited: (from rank, to rank, tag) -> receives whose messages are not sent yet.
@@ -122,17 +120,15 @@ class LocalTransport(Transport):
     is_local = True
 
     def __init__(self, mailbox: Mailbox, stage: int, device: torch.device) -> None:
+        # Replaces Transport.__init__. Without links, what only other processes must know is told to nobody.
         self._mailbox, self._stage, self.device = mailbox, stage, device
-
-    @property
-    def route(self) -> str:
-        """Description of the way that tensors take."""
-        return "within this process"
+        self._before = self._after = self._direct = None
+        self._closed, self._drops = False, deque(maxlen=0)
 
     def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
         """Send an activation, or only a header, to the next stage."""
         copies = []
-        for tensor, info in zip(tensors, header.tensors):
+        for tensor, info in zip(tensors, header.layout.tensors):
             copies.append(info.empty(self.device))
             copies[-1].copy_(tensor.detach())
         self._mailbox.activations[self._stage + 1].append(Arrival(header, tuple(copies)))
@@ -164,7 +160,7 @@ class LocalTransport(Transport):
         """Return whether the sum of the control messages of the later stages has arrived."""
         return (self._stage, mini_batch) in self._mailbox.parts
 
-    def receive_part(self, mini_batch: int, length: int) -> Tensor:
+    def receive_part(self, mini_batch: int) -> Tensor:
         """Return the sum of the control messages of the later stages."""
         return self._mailbox.parts.pop((self._stage, mini_batch))
 
@@ -173,21 +169,6 @@ class LocalTransport(Transport):
         self._mailbox.totals[mini_batch] = vector
         self._mailbox.totals.pop(mini_batch - _OLD, None)
 
-    def receive_total(self, mini_batch: int, length: int) -> Tensor:
+    def receive_total(self, mini_batch: int) -> Tensor:
         """Return the sum of the control messages of all stages."""
         return self._mailbox.totals[mini_batch]
-
-    def announce_drop(self, k: int) -> None:
-        """Do nothing: all stages of a process drop a gradient together."""
-
-    def announce_end(self) -> None:
-        """Do nothing: all stages of a process end together."""
-
-    def expect_end(self) -> None:
-        """Do nothing: see :meth:`announce_end`."""
-
-    def settle(self) -> None:
-        """Do nothing: messages are delivered at once."""
-
-    def close(self) -> None:
-        """Do nothing: there is no connection."""

@@ -12,7 +12,6 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_asyncpp.core.cut.averages import Averages
 from lightning_asyncpp.core.cut.cutting import materialize
 from lightning_asyncpp.core.cut.partition import Partition
-from lightning_asyncpp.core.cut.partition_choice import choose_partition
 from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.cut.units import Unit, ownership_problems, pipeline_units
 from lightning_asyncpp.core.cut.whole_model import WholeModel
@@ -61,8 +60,8 @@ class LocalSession(PipelineSession):
         model: nn.Module,
         seed: int,
         device: torch.device,
+        partition: Partition,
         root: nn.Module | None = None,
-        partition: Partition | None = None,
         averages: Iterable[AveragedModel] = (),
     ) -> Stage:
         """Divide a model into P stages, and materialise its meta tensors; a model that is ``root`` is one layer.
@@ -74,7 +73,6 @@ class LocalSession(PipelineSession):
         is_cut = model is not root
         self.averages = Averages(model, root, averages)
         units = pipeline_units(model) if is_cut else [Unit("", model)]
-        partition = partition or choose_partition(model, 0, self.num_stages, "uniform")
         if problems := ownership_problems(around, units):
             raise ConfigurationError.from_problems(problems)
         whole = WholeModel.of(units, partition.counts, around)

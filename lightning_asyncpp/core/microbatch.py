@@ -14,7 +14,6 @@ import numbers
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -232,17 +231,12 @@ class BatchOutput:
         """Total weight of the batch."""
         return sum(self.weights)
 
-    @cached_property
-    def _losses(self) -> Tensor | None:
-        """Losses of the microbatches whose weight is not 0; None if there are none."""
-        losses = [loss_of(result).detach() for result, weight in zip(self.results, self.weights) if weight]
-        return torch.stack(losses) if losses else None
-
     def mean_loss(self, reduction: str = "mean") -> Tensor | None:
         """Return the weighted mean of the losses that are not NaN; NaN if all are NaN, None if all weights are 0."""
-        losses = self._losses
-        if losses is None:
+        of_microbatches = [loss_of(result).detach() for result, weight in zip(self.results, self.weights) if weight]
+        if not of_microbatches:
             return None
+        losses = torch.stack(of_microbatches)
         missing, device, total = losses.isnan(), losses.device, sum(self.weights)
         dtype = torch.float32 if device.type == "mps" else torch.float64
         weights = torch.tensor([weight for weight in self.weights if weight], dtype=dtype, device="cpu")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +22,10 @@ from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.core.trace import Activity, Trace, Wait, clock_of
 from lightning_asyncpp.core.tree import flatten, map_tensors, unflatten
-from lightning_asyncpp.core.wire.link import Header, TensorInfo
+from lightning_asyncpp.core.wire.link import Header, Layout, TensorInfo
 from lightning_asyncpp.core.wire.transport import Arrival, Transport, arrived_at, begin
 from lightning_asyncpp.errors import BatchMismatchError, ConfigurationError, ConsequenceError, PeerLostError
 
-T = TypeVar("T")
 Context = Callable[[], AbstractContextManager[Any]]
 _NOTHING = nullcontext()
 _MOST_TEXT = 4096  # maximum number of characters of an error that is sent
@@ -186,7 +185,7 @@ class StageRunner(ABC):
         text = str(error)
         if not isinstance(error, StageBeforeFailedError):  # its text names the failed stage already
             text = f"stage {self.mesh.stage} failed at microbatch {k}: {type(error).__name__}: {text}"
-        news = Header(k, Header.FAILED, structure=text[:_MOST_TEXT].encode(errors="replace"))
+        news = Header(k, Layout(Header.FAILED, structure=text[:_MOST_TEXT].encode(errors="replace")))
         with suppress(PeerLostError):  # a lost neighbour does not wait
             self._neighbours.send_activation(news, ())
 
@@ -196,34 +195,24 @@ class StageRunner(ABC):
         """Return a context that records a span if there is a trace."""
         return _NOTHING if self.trace is None else self.trace.span(kind, index, version, num_bytes)
 
-    @contextmanager
-    def untraced(self) -> Iterator[None]:
-        """Record no spans."""
-        trace, self.trace = self.trace, None
-        try:
-            yield
-        finally:
-            self.trace = trace
-
     # -- receive, compute and send ----------------------------------------------------------------------------------
 
     def _receive(self, k: int) -> Arrival:
         with self.span(Wait.ACTIVATION, k):
             arrival = self._neighbours.receive_activation(k)
-        if arrival.header.kind == Header.FAILED:
-            raise StageBeforeFailedError(arrival.header.structure.decode(errors="ignore"))
+        if arrival.header.layout.kind == Header.FAILED:
+            raise StageBeforeFailedError(arrival.header.layout.structure.decode(errors="ignore"))
         return arrival
 
     @staticmethod
     def _open(arrival: Arrival) -> tuple[tuple[Any, ...], Any]:
         """Return the autograd nodes of an arrival's tensors, and the argument of the first layer."""
-        tensors, inputs = list(arrival.tensors), []
-        for position, info in enumerate(arrival.header.tensors):
+        tensors, inputs, layout = list(arrival.tensors), [], arrival.header.layout
+        for position, info in enumerate(layout.tensors):
             if info.needs_gradient and torch.is_grad_enabled():
                 tensors[position], node = begin(tensors[position])
                 inputs.append(node)
-        is_tensor = arrival.header.kind == Header.TENSOR
-        return tuple(inputs), tensors[0] if is_tensor else unflatten(tensors, arrival.header.structure)
+        return tuple(inputs), tensors[0] if layout.kind == Header.TENSOR else unflatten(tensors, layout.structure)
 
     def _compute(self, task: Task, args: tuple, kwargs: dict[str, Any], collected: Collected) -> Any:
         """Run the layers; collect their auxiliary losses and statistics in ``collected``."""
@@ -234,20 +223,20 @@ class StageRunner(ABC):
         finally:
             COLLECTED.reset(token)
 
-    def _send(self, task: Task, output: Any, header: Header, flight: Flight) -> Flight:
-        """Send the layers' output to the next stage, with the weight and fingerprint of ``header``."""
+    def _send(self, task: Task, output: Any, fingerprint: int, flight: Flight) -> Flight:
+        """Send the layers' output to the next stage, with the weight of ``flight``."""
         is_tensor = type(output) is Tensor
         tensors, structure = ((output,), b"") if is_tensor else flatten(output, self.stage.units[-1].name)
         kind = Header.TENSOR if is_tensor or isinstance(output, Tensor) else Header.TUPLE
-        infos = tuple(map(TensorInfo.of, tensors))
-        outgoing = Header(task.k, kind, header.weight, header.fingerprint, infos, structure)
+        layout = Layout(kind, tuple(map(TensorInfo.of, tensors)), structure)
+        outgoing = Header(task.k, layout, flight.weight, fingerprint)
         flight.outputs = tuple([tensor for tensor in tensors if tensor.requires_grad])
         with self.span(Activity.SEND, task.k, num_bytes=0 if self.trace is None else outgoing.num_bytes):
             self._neighbours.send_activation(outgoing, tensors)
         return flight
 
     def _send_empty(self, task: Task) -> Flight:
-        self._neighbours.send_activation(Header(task.k, Header.EMPTY), ())
+        self._neighbours.send_activation(Header(task.k, Layout(Header.EMPTY)), ())
         return Flight(task.k, task.version)
 
 
@@ -265,7 +254,7 @@ class FirstStage(StageRunner):
                 args, kwargs = self.call.capture(partial(task.step, task.slot, None))
             with self.hooks.forward_context():
                 output = self._compute(task, args, kwargs, flight.collected)
-        return self._send(task, output, Header(task.k, weight=task.weight, fingerprint=task.fingerprint), flight)
+        return self._send(task, output, task.fingerprint, flight)
 
     def send_input_gradients(self, flight: Flight) -> None:
         """Do nothing: the first stage receives no activations."""
@@ -281,13 +270,13 @@ class MiddleStage(StageRunner):
     def forward(self, task: Task) -> Flight:
         """Run the layers on the received activation, and send their output."""
         arrival = self._receive(task.k)
-        if arrival.header.kind == Header.EMPTY:
+        if arrival.header.layout.kind == Header.EMPTY:
             return self._send_empty(task)
         with self.span(Kind.FORWARD, task.k, task.version), self.hooks.forward_context():
             inputs, argument = self._open(arrival)
             flight = Flight(task.k, task.version, arrival.header.weight, inputs)
             output = self._compute(task, (argument,), {}, flight.collected)
-        return self._send(task, output, arrival.header, flight)
+        return self._send(task, output, arrival.header.fingerprint, flight)
 
 
 class LastStage(StageRunner):
@@ -297,7 +286,7 @@ class LastStage(StageRunner):
         """Run the step; when it calls the model, run the layers on the received activation."""
         arrival = self._receive(task.k)
         header = arrival.header
-        if header.kind == Header.EMPTY:
+        if header.layout.kind == Header.EMPTY:
             if task.slot is not None:
                 raise BatchMismatchError(_mismatch(task.k, "an empty slot on the first stage, samples on the last"))
             return Flight(task.k, task.version)

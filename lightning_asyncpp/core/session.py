@@ -17,17 +17,12 @@ from lightning_asyncpp.core.clipping import clip_by_norm
 from lightning_asyncpp.core.cut.averages import Averages
 from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.cut.partition import Partition
-from lightning_asyncpp.core.cut.partition_choice import choose_partition
 from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.cut.whole_model import WholeModel
 from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.failure_watch import FailureWatch
 from lightning_asyncpp.core.microbatch import UserHooks
-from lightning_asyncpp.core.ranks.agreement import (
-    compare_ranks,
-    copy_first_replica,
-    finish_together,
-)
+from lightning_asyncpp.core.ranks.agreement import compare_ranks, copy_first_replica, in_same_call
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.settings import PipelineSettings, ResolvedSettings
 from lightning_asyncpp.core.stage_optimizer import (
@@ -82,24 +77,27 @@ class PipelineSession:
         self.watch.start(self.mesh)
         return self.mesh
 
+    def connected(self) -> Mesh:
+        """Return the mesh of ranks, after :meth:`connect`."""
+        assert self.mesh is not None, "the processes are not launched yet"
+        return self.mesh
+
     def cut(
         self,
         model: nn.Module,
         seed: int,
         device: torch.device,
+        partition: Partition,
         root: nn.Module | None = None,
-        partition: Partition | None = None,
         averages: Iterable[AveragedModel] = (),
     ) -> Stage:
         """Reduce ``model`` to this rank's stage and materialise its meta tensors on ``device``, unless this was done.
 
-        By default, layers with parameters are spread evenly over the stages. Averages of the model, in ``root`` or in
-        ``averages``, are cut, too.
+        Averages of the model, in ``root`` or in ``averages``, are cut, too.
         """
-        mesh = self._connected()
+        mesh = self.connected()
         self.averages = Averages(model, root, averages)
         if self.stage is None or self.stage.model is not model:
-            partition = partition or choose_partition(model, mesh.stage, mesh.num_stages, "uniform")
             self.stage = cut(model, mesh.stage, mesh.num_stages, seed, device, root, partition.counts)
             self.partition = partition
         self.averages.cut(self.stage.whole.pruned)
@@ -114,7 +112,7 @@ class PipelineSession:
             device: device of the stage.
             training: whether weights will be updated; without updates, one weight version is enough.
         """
-        mesh, stage = self._connected(), self.stage
+        mesh, stage = self.connected(), self.stage
         assert stage is not None, "call cut() before start()"
         self.watch.start(mesh)
         stage.refresh()
@@ -174,7 +172,7 @@ class PipelineSession:
         with stage.whole_model():
             names: dict[Tensor, str] = {p: name for name, p in stage.root.named_parameters()}
             name_parameters(optimizer, names)
-            compare_ranks(self._connected(), in_words(optimizer, names))
+            compare_ranks(self.connected(), in_words(optimizer, names))
         self._stage_optimizer = StageOptimizer(optimizer, stage.parameters.values(), stage.copies())
         self._trains = True
         self._attach_parts(engine, step)
@@ -205,10 +203,6 @@ class PipelineSession:
         """Tell optimizers with ``set_delay`` how old gradients are from the next mini-batch on."""
         for attached in self._attached[:1]:  # of several stages in a process, the first has the oldest gradients
             attached.set_delay()
-
-    def check_failure(self) -> None:
-        """Raise the failure that ended the run, if any, since no collective can succeed after it."""
-        self.watch.check()
 
     def complete(self, note: Any = None) -> list[Update]:
         """Complete the mini-batch with the present hyper-parameters, and apply the updates that are due.
@@ -261,14 +255,14 @@ class PipelineSession:
             if self.watch.failure is None and self.engine.runner.transport is not None:
                 self.engine.runner.transport.settle()
                 self.engine.runner.transport.announce_end_of_run()
-                finish_together(self.engine.mesh)
+                in_same_call(self.engine.mesh, "ends the run")
                 self.engine.close()
         except (PeerLostError, ProtocolError) as error:
             self.watch.fail(error)
             raise
         finally:
             self._release_optimizer()
-            self.engine.release()
+            self.engine.weights.release_masters()
 
     def _release_optimizer(self) -> None:
         for attached in self._attached:
@@ -286,7 +280,3 @@ class PipelineSession:
     def _update(self) -> Update | None:
         """Update that is being applied; None if there is none."""
         return next((attached.update for attached in self._attached if attached.update is not None), None)
-
-    def _connected(self) -> Mesh:
-        assert self.mesh is not None, "call connect() first"
-        return self.mesh

@@ -309,11 +309,10 @@ def _renumbered(node: Mapping[Any, Any], numbers: Mapping[int, int]) -> dict[Any
 
 
 def _copies(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v if type(v) in _PLAIN else _copied(v) for k, v in options.items()}
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+    return {
+        k: v if type(v) in _PLAIN else v.detach().clone() if isinstance(v, Tensor) else copy.deepcopy(v)
+        for k, v in options.items()
+    }
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -25,7 +25,7 @@ class Wait(str, Enum):
 
     ACTIVATION = "activation"  # a microbatch's activation from the previous stage
     GRADIENT = "gradient"  # a microbatch's gradient from the next stage
-    AGREEMENT = "agreement"  # the reduction over replicas, then control messages (numbers that all ranks sum)
+    AGREEMENT = "agreement"  # the reduction over replicas, then control messages
     DATA = "data"  # the loader's next batch
 
 
@@ -93,9 +93,6 @@ class Clock(Protocol):
     def when(self, moment: Moment) -> float | None:
         """Return the time of a moment in seconds of the host's clock; None if it has not passed yet."""
 
-    def last(self, moments: Sequence[Moment]) -> Moment:
-        """Return the last of some moments; the caller gives them in the order in which they were marked."""
-
 
 class HostClock:
     """Clock of the host."""
@@ -108,10 +105,6 @@ class HostClock:
         """Return the moment, which is a time in seconds already."""
         assert isinstance(moment, float)
         return moment
-
-    def last(self, moments: Sequence[Moment]) -> float:
-        """Return the latest moment."""
-        return max(self.when(moment) for moment in moments)
 
 
 class DeviceClock:
@@ -141,10 +134,6 @@ class DeviceClock:
             return None
         return moment.anchor_seconds + moment.anchor.elapsed_time(moment.event) * 1e-3 if passed else None
 
-    def last(self, moments: Sequence[Moment]) -> Moment:
-        """Return the last moment, since the moments are given in order."""
-        return moments[-1]
-
 
 class CudaEvents:
     """Factory of a GPU's events."""
@@ -172,16 +161,6 @@ def clock_of(device: torch.device) -> Clock:
     return DeviceClock(CudaEvents(device)) if device.type == "cuda" else HOST
 
 
-def has_passed(clock: Clock, moment: Moment, seconds: float) -> bool:
-    """Wait for a moment, at most for ``seconds``; return whether it has passed."""
-    limit = time.perf_counter() + seconds
-    while clock.when(moment) is None:
-        if time.perf_counter() > limit:
-            return False
-        time.sleep(_POLL_SECONDS)
-    return True
-
-
 # -- recording --------------------------------------------------------------------------------------------------------
 
 
@@ -189,14 +168,11 @@ class Trace:
     """Trace of one stage; readers get each span when it has ended.
 
     Args:
-        stage: index of the stage.
         clock: clock of the stage's device.
-        keep: whether ``spans`` keeps all spans.
     """
 
-    def __init__(self, stage: int, clock: Clock = HOST, keep: bool = True) -> None:
-        self.stage, self.clock, self.keep = stage, clock, keep
-        self.spans: list[Span] = []
+    def __init__(self, clock: Clock = HOST) -> None:
+        self.clock = clock
         self.readers: list[Reader] = []
         self._launched: deque[tuple[SpanKind, int, Moment, Moment, int, int]] = deque()
 
@@ -215,8 +191,9 @@ class Trace:
 
     def settle(self, seconds: float = 0.0) -> None:
         """Emit spans that have ended, or that end within ``seconds``."""
-        if seconds and self._launched:
-            has_passed(self.clock, self._launched[-1][3], seconds)
+        limit = time.perf_counter() + seconds
+        while self._launched and self.clock.when(self._launched[-1][3]) is None and time.perf_counter() < limit:
+            time.sleep(_POLL_SECONDS)
         while self._launched:
             kind, index, start, end, version, num_bytes = self._launched[0]
             ended, begun = self.clock.when(end), self.clock.when(start)
@@ -232,8 +209,6 @@ class Trace:
         return reader
 
     def _emit(self, span: Span) -> None:
-        if self.keep:
-            self.spans.append(span)
         for reader in self.readers:
             reader.unread.append(span)
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.core import foreach
-from lightning_asyncpp.core.host_copies import on_host
 from lightning_asyncpp.errors import ConfigurationError
 
 
@@ -121,13 +120,6 @@ class WeightVersions:
         """Return the leaf tensors of the newest version; None if they are the module's parameters."""
         return self.leaves(self.newest) if self.has_masters else None
 
-    def shown(self) -> dict[str, Tensor]:
-        """Return the weights of the newest version by name; empty if they are the module's parameters."""
-        if not self.has_masters:
-            return {}
-        leaves = self.leaves(self.newest)
-        return {name: leaves[name].detach() for name in (*self.parameters, *self._uses)}
-
     def advance(self) -> dict[nn.Parameter, Tensor] | None:
         """Add version W_{v+1} before the optimizer's step: a copy of W_v or, with room for one version, W_v itself.
 
@@ -146,17 +138,17 @@ class WeightVersions:
         self._show_newest()
         return None if self.has_masters else {p: before[name] for name, p in self.parameters.items()}
 
-    def older(self) -> dict[str, Tensor] | None:
-        """Return weights and buffers of the version before the newest by name; None if there is only one version."""
+    def older(self) -> dict[str, Tensor]:
+        """Return weights and buffers of the version before the newest by name; empty if there is only one version."""
         if self.room == 1 or self.newest == 0:
-            return None
+            return {}
         slot = self._slots[(self.newest - 1) % self.room]
         return {name: leaf.detach() for name, leaf in slot.items() if name not in self._uses}
 
-    def masters(self) -> dict[str, Tensor] | None:
-        """Return the masters by name; None without masters."""
+    def masters(self) -> dict[str, Tensor]:
+        """Return the masters by name; empty without masters."""
         if not self.has_masters:
-            return None
+            return {}
         return self._released or {name: p.detach() for name, p in self.parameters.items()}
 
     def release_masters(self) -> None:
@@ -176,13 +168,11 @@ class WeightVersions:
         """Move all versions to the host; call this after the module has moved and all work has ended."""
         for slot in self._slots:
             for leaf in slot.values():
-                leaf.data = on_host(leaf)
-        self._released = {name: on_host(tensor) for name, tensor in self._released.items()}
+                leaf.data = leaf.detach().cpu()
+        self._released = {name: tensor.cpu() for name, tensor in self._released.items()}
         self._show_newest()
 
-    def restore(
-        self, newest: int, older: Mapping[str, Tensor] | None, masters: Mapping[str, Tensor] | None = None
-    ) -> None:
+    def restore(self, newest: int, older: Mapping[str, Tensor] = {}, masters: Mapping[str, Tensor] = {}) -> None:
         """Set version ``newest`` from the loaded parameters and buffers, and the version before it from ``older``.
 
         Without ``older`` both versions are equal. Then ``masters``, if used, are copied into the parameters; parameters
@@ -192,10 +182,10 @@ class WeightVersions:
         self.newest = newest
         with torch.no_grad():
             for version in range(max(0, newest - self.room + 1), newest + 1):
-                source = older if older is not None and version < newest else values
+                source = older if older and version < newest else values
                 for name, _ in self._owned():
                     self._slots[version % self.room][name].copy_(source[name])
-            for name, value in (masters or {}).items() if self.has_masters else ():
+            for name, value in masters.items() if self.has_masters else ():
                 self.parameters[name].copy_(value)
         self._show_newest()
         self.note_step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,10 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_asyncpp.data.chat_examples import Example, Padded, Row, encode, read_rows
+from lightning_asyncpp.data.chat_examples import Example, Row, encode, padded, read_rows
 from lightning_asyncpp.data.replica import replica_loader, replica_of, size_of_model
 from lightning_asyncpp.data.token_dataset import default_cache_dir, new_folder, write_split
-from lightning_asyncpp.data.tokenizer import fetch, is_hub_name, load_tokenizer
+from lightning_asyncpp.data.tokenizer import fetch, is_hub_name, known_tokenizer
 from lightning_asyncpp.dependencies import optional_package
 from lightning_asyncpp.errors import DataError
 
@@ -113,7 +114,8 @@ class ChatDataModule(L.LightningDataModule):
         self._prepared, self._found = folder, json.loads((folder / _FOUND).read_text())
         first = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         self._padding = int(next(token for token in first if token is not None))
-        self._definition = _definition(self.tokenizer_name)
+        known = known_tokenizer(self.tokenizer_name)
+        self._definition = None if known is None else known.definition
         self._check_sizes()
 
     def state_dict(self) -> dict[str, Any]:
@@ -139,7 +141,7 @@ class ChatDataModule(L.LightningDataModule):
         return replica_loader(
             str(self._prepared / split), self.batch_size, replica=(replicas, rank), num_workers=self.num_workers,
             shuffle=training and self.shuffle, drop_last=training or replicas > 1, seed=self.seed,
-            collate_fn=Padded(self._padding),
+            collate_fn=partial(padded, self._padding),
         )  # fmt: skip
 
     def _write(self, tokenizer: Any, folder: Path) -> None:
@@ -156,12 +158,12 @@ class ChatDataModule(L.LightningDataModule):
                 " no assistant text to learn from, and are left out"
             )
         largest = max((max(example.tokens) for examples in encoded.values() for example in examples), default=0)
-        with new_folder(folder) as partial:
+        with new_folder(folder) as temporary:
             for split, examples in encoded.items():
                 if examples:
-                    write_split(partial / split, (example.sample() for example in examples))
+                    write_split(temporary / split, (example.sample() for example in examples))
             found = {split: len(examples) for split, examples in encoded.items()}
-            (partial / _FOUND).write_text(json.dumps({**found, "largest": largest}))
+            (temporary / _FOUND).write_text(json.dumps({**found, "largest": largest}))
 
     def _rows(self) -> Iterator[tuple[str, Row]]:
         for row in read_rows(Path(self.source).expanduser(), self.val_fraction):
@@ -216,10 +218,3 @@ def read_tokenizer(name: str) -> Any:
     if not tokenizer.is_fast:
         raise DataError(f"tokenizer={name!r} has no tokenizer.json, which says which characters a token stands for")
     return tokenizer
-
-
-def _definition(name: str) -> str | None:
-    try:
-        return load_tokenizer(name).definition
-    except DataError:  # a tokenizer of another format
-        return None

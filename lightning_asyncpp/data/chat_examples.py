@@ -142,22 +142,16 @@ def _rendered(tokenizer: Any, row: Row, messages: Messages, tokenize: bool = Fal
         raise DataError(f"{row.where}: the tokenizer's chat template refuses it: {error}") from error
 
 
-class Padded:
-    """Collate function for conversations, each padded on the right to the longest one.
+def padded(padding: int, examples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Pad conversations on the right to the longest one, by the token id ``padding``.
 
-    Args:
-        padding: token id of the padding.
+    Returns:
+        ``input_ids``, ``attention_mask`` and ``labels``: (batch, longest) int64 each.
     """
-
-    def __init__(self, padding: int) -> None:
-        self.padding = padding
-
-    def __call__(self, examples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Return ``input_ids``, ``attention_mask`` and ``labels``: (batch, longest) int64 each."""
-        tokens, labels = ([example[name].long() for example in examples] for name in ("input_ids", "labels"))
-        pad = partial(pad_sequence, batch_first=True)
-        return {
-            "input_ids": pad(tokens, padding_value=self.padding),
-            "attention_mask": pad([torch.ones_like(one) for one in tokens]),
-            "labels": pad(labels, padding_value=IGNORED),
-        }
+    tokens, labels = ([example[name].long() for example in examples] for name in ("input_ids", "labels"))
+    pad = partial(pad_sequence, batch_first=True)
+    return {
+        "input_ids": pad(tokens, padding_value=padding),
+        "attention_mask": pad([torch.ones_like(one) for one in tokens]),
+        "labels": pad(labels, padding_value=IGNORED),
+    }

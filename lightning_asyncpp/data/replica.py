@@ -112,13 +112,8 @@ def replica_loader(
     *,
     replica: tuple[int, int],
     num_workers: int,
-    shuffle: bool,
-    drop_last: bool,
-    seed: int,
-    download_folder: str | None = None,
-    item_loader: Any = None,
-    transform: Callable[[Any], Any] | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
+    **options: Any,
 ) -> StreamingDataLoader:
     """Return a loader of one replica's share of a litdata dataset, in the same order on every machine.
 
@@ -127,13 +122,8 @@ def replica_loader(
         batch_size: number of samples per replica and batch.
         replica: number of replicas, and the index of this one.
         num_workers: number of processes that load data; 0 loads in this process.
-        shuffle: whether to shuffle in every epoch.
-        drop_last: whether to leave out an incomplete last batch; with several replicas it is always left out.
-        seed: seed of the order.
-        download_folder: folder for the downloaded chunks of a URI.
-        item_loader: item loader of litdata's ``StreamingDataset``.
-        transform: transform of litdata's ``StreamingDataset``.
         collate_fn: collate function of the loader.
+        **options: of litdata's ``StreamingDataset``; with several replicas an incomplete last batch is always left out.
 
     Raises:
         DataError: a chunk lies outside of the dataset's folder.
@@ -142,19 +132,11 @@ def replica_loader(
 
     # torch warns about tensors in a read-only memory map, but litdata copies them at once.
     warnings.filterwarnings("ignore", message="The given buffer is not writable", module="litdata")
-    windows = "item_shuffle_window" in inspect.signature(StreamingDataset).parameters
+    # Newer releases shuffle only within windows, which would put pieces of one document into the same batch.
+    if "item_shuffle_window" in inspect.signature(StreamingDataset).parameters:
+        options["item_shuffle_window"] = 0
     with replica_environment(*replica):
-        dataset = StreamingDataset(
-            split,
-            cache_dir=download_folder,
-            item_loader=item_loader,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            seed=seed,
-            transform=transform,
-            # Newer releases shuffle only within windows, which would put pieces of one document into the same batch.
-            **({"item_shuffle_window": 0} if windows else {}),
-        )
+        dataset = StreamingDataset(split, **options)
         _check_names(dataset, split)
         more = {} if collate_fn is None else {"collate_fn": collate_fn}
         pinned = torch.cuda.is_available()

@@ -89,7 +89,7 @@ class TextDataModule(L.LightningDataModule):
             raise DataError(f"vocab_size={vocab_size!r}: tokenizer='bpe' needs at least 257: 256 bytes, 1 end token")
         self.source = source
         self.tokenizer_name = tokenizer
-        self.expected_vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self.context_length = context_length
         self.batch_size = batch_size
         self.val_fraction = val_fraction
@@ -111,17 +111,6 @@ class TextDataModule(L.LightningDataModule):
     def sequence_length(self) -> int:
         """Number of tokens per sample: the context and the last target."""
         return self.context_length + 1
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids; known only after :meth:`setup` if the data determines it."""
-        if self.tokens is not None and self.tokens.metadata is not None:
-            return self.tokens.metadata.vocab_size
-        if self.expected_vocab_size is not None:
-            return self.expected_vocab_size
-        if self.tokenizer_name is None and is_token_source(self.source):
-            raise DataError(f"{self.source} does not state the size of its vocabulary. Give vocab_size")
-        return self.tokenizer.vocab_size
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -157,8 +146,8 @@ class TextDataModule(L.LightningDataModule):
             return
         _log.info("preparing tokens of %s (%d files) in %s", self.source, len(files), folder)
         train, validation = split(files, self.val_fraction)
-        if self.tokenizer_name == "bpe" and self.expected_vocab_size is not None:
-            tokenizer = Tokenizer.train((file.read() for file in train), self.expected_vocab_size)
+        if self.tokenizer_name == "bpe" and self.vocab_size is not None:
+            tokenizer = Tokenizer.train((file.read() for file in train), self.vocab_size)
         else:
             tokenizer = load_tokenizer(self.tokenizer_name or "byte")
         write_token_dataset(folder, train, validation, tokenizer)
@@ -219,9 +208,9 @@ class TextDataModule(L.LightningDataModule):
             shuffle=self.shuffle and training,
             drop_last=drop_last,
             seed=self.seed,
-            download_folder=self._download_folder() if is_uri(split) else None,
+            cache_dir=self._download_folder() if is_uri(split) else None,
             item_loader=TokensLoader(block_size=self.sequence_length),
-            transform=as_int64,
+            transform=torch.Tensor.long,
         )
 
     def _download_folder(self) -> str:
@@ -240,7 +229,7 @@ class TextDataModule(L.LightningDataModule):
     def _folder(self, files: Sequence[TextFile]) -> Path:
         """Return the tokens' folder, named by the source and a hash of documents, tokenizer and ``val_fraction``."""
         name = self.tokenizer_name or "byte"
-        given = f"bpe-{self.expected_vocab_size}" if name == "bpe" else load_tokenizer(name).fingerprint
+        given = f"bpe-{self.vocab_size}" if name == "bpe" else load_tokenizer(name).fingerprint
         name = self.source if self.source in LIBRARIES else Path(self.source).expanduser().resolve().name
         digests = [(file.name, hashlib.sha256(file.path.read_bytes()).hexdigest()) for file in files]
         digest = hashlib.sha256(json.dumps([_FORMAT, digests, given, self.val_fraction]).encode()).hexdigest()
@@ -268,7 +257,7 @@ class TextDataModule(L.LightningDataModule):
                     " Leave `tokenizer` out, or prepare the text again"
                 )
         known = size_of_model(self.trainer, "vocab_size")
-        needed = self.expected_vocab_size if metadata is None else metadata.vocab_size
+        needed = self.vocab_size if metadata is None else metadata.vocab_size
         if known is not None and needed is not None and needed > known:
             raise DataError(
                 f"{self.source} has a vocabulary of {needed} token ids, and the model only {known}. Build the model"
@@ -283,8 +272,3 @@ def _check_sequences(split: str, length: int, needed: int) -> None:
             f"{split} holds {sequences} sequences of context_length + 1 = {length} tokens, and at least {needed} are"
             " needed. Lower context_length or batch_size, or give more text"
         )
-
-
-def as_int64(tokens: torch.Tensor) -> torch.Tensor:
-    """Return tokens as int64 for embeddings; a module-level function, since litdata's workers receive it pickled."""
-    return tokens.long()

@@ -95,7 +95,8 @@ def write_token_dataset(
 
 def finish_token_dataset(folder: Path, tokenizer: Tokenizer) -> Metadata:
     """Turn a folder with splits into a token dataset by writing the tokenizer and ``metadata.json``."""
-    tokenizer.save(folder)
+    for name, content in tokenizer.files().items():
+        (folder / name).write_text(content, encoding="utf-8")
     counts = {
         name: sum(chunk["dim"] for chunk in read_index(folder / name)["chunks"]) if (folder / name).is_dir() else 0
         for name in ("train", "val")
@@ -103,19 +104,6 @@ def finish_token_dataset(folder: Path, tokenizer: Tokenizer) -> Metadata:
     metadata = Metadata(tokenizer.vocab_size, tokenizer.fingerprint, counts["train"], counts["val"])
     (folder / METADATA).write_text(json.dumps(asdict(metadata), indent=2))
     return metadata
-
-
-def read_metadata(folder: Path) -> Metadata:
-    """Read ``metadata.json`` of a token dataset.
-
-    Raises:
-        DataError: the file is missing or damaged.
-    """
-    content = _read_json(folder / METADATA)
-    try:
-        return Metadata(**{field.name: content[field.name] for field in fields(Metadata)})
-    except KeyError as error:
-        raise DataError(f"{folder / METADATA} has no {error}. Delete {folder} and have it prepared again") from error
 
 
 def read_index(split: Path) -> dict[str, Any]:
@@ -188,8 +176,16 @@ def is_token_source(source: str) -> bool:
 
 
 def prepared_tokens(folder: Path) -> TokenSource:
-    """Return the splits of a folder that was prepared from text."""
-    metadata = read_metadata(folder)
+    """Return the splits of a folder that was prepared from text.
+
+    Raises:
+        DataError: its metadata is damaged.
+    """
+    content = _read_json(folder / METADATA)
+    try:
+        metadata = Metadata(**{field.name: content[field.name] for field in fields(Metadata)})
+    except KeyError as error:
+        raise DataError(f"{folder / METADATA} has no {error}. Delete {folder} and have it prepared again") from error
     validation = str(folder / "val") if metadata.val_tokens else None
     return TokenSource(str(folder / "train"), validation, folder, metadata)
 
@@ -198,10 +194,8 @@ def existing_tokens(source: str, val_source: str | None) -> TokenSource:
     """Return the splits of an existing token dataset.
 
     Raises:
-        DataError: ``val_source`` is not a token dataset, or the metadata of ``source`` is damaged.
+        DataError: the metadata of ``source`` is damaged.
     """
-    if val_source is not None and not is_token_source(val_source):
-        raise DataError(f"val_source={val_source!r} has no {INDEX}. Name the folder of a litdata dataset")
     if not is_uri(source) and (Path(source).expanduser() / METADATA).exists():
         prepared = prepared_tokens(Path(source).expanduser())
         return TokenSource(prepared.train, val_source or prepared.validation, prepared.folder, prepared.metadata)

@@ -91,11 +91,19 @@ class Tokenizer:
         """Return the text of ``tokens`` (length,) without special tokens; invalid UTF-8 is replaced."""
         return str(self.backend.decode(tokens.tolist()))
 
-    def save(self, folder: Path) -> None:
-        """Write ``tokenizer.json``, and ``end_of_text`` into ``tokenizer_config.json`` if it is not the usual token."""
-        self.backend.save(str(folder / "tokenizer.json"))
-        if self._ends_unusually:
-            (folder / _CONFIG).write_text(json.dumps({"eos_token": self.end_of_text}) + "\n", encoding="utf-8")
+    def files(self, context_length: int | None = None) -> dict[str, str]:
+        """Return the contents of the files from which this package and `transformers` load it, by file name.
+
+        Args:
+            context_length: maximum length of a sequence, in tokens.
+        """
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            **({} if context_length is None else {"model_max_length": context_length}),
+            **({} if self.end_of_document is None else {"eos_token": self.end_of_text}),
+        }
+        return {"tokenizer.json": self.backend.to_str(), _CONFIG: json.dumps(config, indent=2) + "\n"}
 
 
 class ByteTokenizer(Tokenizer):
@@ -152,6 +160,14 @@ def load_tokenizer(name: str, end_of_text: str | None = None) -> Tokenizer:
             " Hub such as 'HuggingFaceTB/SmolLM-360M'"
         ) from error
     return tokenizer_of_definition(definition, end_of_text or end_of_text_in(path.parent))
+
+
+def known_tokenizer(name: str) -> Tokenizer | None:
+    """Load a tokenizer as :func:`load_tokenizer` does; return ``None`` if there is none of this format."""
+    try:
+        return load_tokenizer(name)
+    except DataError:
+        return None
 
 
 def tokenizer_of_definition(definition: str, end_of_text: str | None = None) -> Tokenizer:
@@ -216,33 +232,15 @@ def fetch(name: str, file: str) -> Path:
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Return the token ids of a prompt; an empty one becomes the token after which a document begins.
+    """Return the token ids of a prompt; one without any becomes the token after which a document begins.
 
     Raises:
-        DataError: the prompt is not valid text, or is empty while the tokenizer has no token that ends a document.
+        DataError: the prompt has no token, and the tokenizer has no token that ends a document.
+        UnicodeEncodeError: the prompt is not text.
     """
-    if prompt:
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:  # arguments of commands may contain bytes that are not text
-            raise DataError(f"the prompt {prompt!r} is not UTF-8 text") from error
-        return [int(token) for token in tokenizer.encode_batch([prompt])[0]]
+    prompt.encode()  # its error says more of bytes on a command line that are no text than that of `tokenizers`
+    if tokens := [int(token) for token in tokenizer.encode_batch([prompt])[0]]:
+        return tokens
     if tokenizer.end_of_document is None:
         raise DataError("the prompt is empty, and the tokenizer has no token that ends a document: give a prompt")
     return [tokenizer.end_of_document]
-
-
-def hf_tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, str]:
-    """Return the contents of the files from which `transformers` loads a tokenizer, by file name.
-
-    Args:
-        tokenizer: the tokenizer.
-        context_length: maximum length of a sequence, in tokens.
-    """
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": context_length,
-        "clean_up_tokenization_spaces": False,
-        **({} if tokenizer.end_of_document is None else {"eos_token": tokenizer.end_of_text}),
-    }
-    return {"tokenizer.json": tokenizer.backend.to_str(), _CONFIG: json.dumps(config, indent=2) + "\n"}

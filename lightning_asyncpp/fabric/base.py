@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +16,18 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_asyncpp.adapt import problems_of_layers
+from lightning_asyncpp.core.clipping import clip_values
 from lightning_asyncpp.core.cut.partition_choice import example_of
 from lightning_asyncpp.core.cut.units import has_layers
 from lightning_asyncpp.core.engine import Engine
-from lightning_asyncpp.core.microbatch import Step, UserHooks, or_nan
+from lightning_asyncpp.core.microbatch import UserHooks, or_nan
 from lightning_asyncpp.core.ranks.agreement import agree_on_problems
+from lightning_asyncpp.core.trace import Activity, Wait
 from lightning_asyncpp.core.tree import merge_outputs
 from lightning_asyncpp.core.updates.mini_batch import Update
 from lightning_asyncpp.dependencies import required
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.fabric.calls import (
-    ONE_MODEL_ONE_OPTIMIZER,
-    Clipping,
-    MiniBatchNote,
-    module_problems,
-    not_set_up,
-)
+from lightning_asyncpp.fabric.calls import ONE_MODEL_ONE_OPTIMIZER, module_problems, not_set_up
 from lightning_asyncpp.fabric.checkpoint import PipelineCheckpoints, resumable
 from lightning_asyncpp.strategy_parts.mixin import expect_early_schedulers
 from lightning_asyncpp.strategy_parts.recording import Recorder
@@ -62,7 +58,7 @@ class PipelineStrategy(PipelineCheckpoints):
         self.gradient_norm: float | None = None
         self.layer_metrics: dict[str, float] = {}
         self._hooks = UserHooks()
-        self._note = MiniBatchNote()
+        self._clipping: tuple[str, float] | None = None  # argument of fabric.clip_gradients and its value
         self._recorder: Recorder | None = None
 
     # -- set-up ---------------------------------------------------------------------------------------------------
@@ -90,7 +86,11 @@ class PipelineStrategy(PipelineCheckpoints):
         Raises:
             ConfigurationError: the model cannot be cut or trained; raised on every rank, with all problems.
         """
-        self._hooks = self._hooks_of(module)
+        # Fabric sets no precision context around the user's step. Its wrapper of the model sets one, and converts the
+        # output.
+        self._hooks = UserHooks.of(
+            module, forward_context=self.precision.forward_context, context_around_step=False, model_name="model"
+        )
         precision = str(self.precision.precision)
         problems = module_problems(self.session, module, precision, self._hooks.loss_reduction)
         is_cut = self._is_cut(module)
@@ -132,26 +132,11 @@ class PipelineStrategy(PipelineCheckpoints):
         optimizer.__class__ = _with_zero_grad(type(optimizer), self._drop)
         return optimizer
 
-    @override
-    def setup_module_and_optimizers(self, module: Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
-        """Set up the model, then its optimizer; the optimizer may have been made before this call."""
-        module = self.setup_module(module)
-        return module, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
-
-    def _hooks_of(self, module: Module) -> UserHooks:
-        # Fabric sets no precision context around the user's step. Its wrapper of the model sets one, and converts the
-        # output.
-        around = {"context_around_step": False, "model_name": "model"}
-        return UserHooks.of(module, forward_context=self._forward_context, **around)
-
-    def _forward_context(self) -> AbstractContextManager[Any]:
-        return self.precision.forward_context()
-
     # -- collectives ----------------------------------------------------------------------------------------------
 
     @override
     def all_reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
-        self.session.check_failure()
+        self.session.watch.check()
         with self.session.watch.collective():
             return super().all_reduce(tensor, group, reduce_op)
 
@@ -192,7 +177,7 @@ class PipelineStrategy(PipelineCheckpoints):
         if self._recorder is not None:
             self._recorder.begin_batch()
         with self._driving():
-            output = engine.run(batch, self._user_step(step_fn))
+            output = engine.run(batch, lambda microbatch, _: step_fn(microbatch))
         if not engine.mesh.is_last:
             return None
         return or_nan(output.mean_loss(self._hooks.loss_reduction), self.root_device)
@@ -207,15 +192,15 @@ class PipelineStrategy(PipelineCheckpoints):
         """
         self._trained_engine("optimizer.step()")
         with self._driving():
-            note, self._note = self._note, MiniBatchNote()
-            self._applied(self.session.complete(note=note))
+            clipping, self._clipping = self._clipping, None
+            self._applied(self.session.complete(note=clipping))
         if self._recorder is not None:
             self._recorder.end_batch()
 
     def _drop(self) -> None:
         """Drop the gradient of the batches since the last step."""
         self._trained_engine("optimizer.zero_grad()").drop()
-        self._note = MiniBatchNote()
+        self._clipping = None
 
     @override
     def clip_gradients_norm(
@@ -244,8 +229,13 @@ class PipelineStrategy(PipelineCheckpoints):
         """Clip every element of the gradient of this mini-batch, when its update is applied."""
         self._clip("clip_val", float(clip_val))
 
-    def _clip(self, algorithm: str, limit: float) -> None:
-        self._note.clip(Clipping(algorithm, limit))
+    def _clip(self, name: str, limit: float) -> None:
+        if self._clipping is not None and self._clipping[0] != name:
+            raise ConfigurationError(
+                f"clip_gradients was called with {self._clipping[0]} and with {name} for the same update,"
+                " but the norm over all stages is computed before any clipping; use only one of them"
+            )
+        self._clipping = name, limit
 
     def drain(self) -> None:
         """Finish all microbatches in flight and apply every update; a collective call.
@@ -258,11 +248,15 @@ class PipelineStrategy(PipelineCheckpoints):
             self._recorder.write()
 
     def _step_optimizer(self, update: Update) -> None:
-        self.session.check_failure()
-        optimizer, note = self.session.optimizer, update.note
+        self.session.watch.check()
+        optimizer = self.session.optimizer
         assert optimizer is not None
-        if note.clipping is not None:
-            note.clipping.apply(self.session)
+        if update.note is not None:
+            name, limit = update.note
+            if name == "max_norm":
+                self.session.clip(limit)
+            else:
+                clip_values(self.session.running().weights.parameters.values(), limit)
         self.precision.optimizer_step(optimizer)
 
     def _applied(self, updates: list[Update]) -> None:
@@ -271,15 +265,10 @@ class PipelineStrategy(PipelineCheckpoints):
             if update.message.weight:
                 self.layer_metrics = self.session.whole_model.statistics.metrics(update.message.statistics)
 
-    def _check_drain(self) -> None:
-        """Raise if the pipeline cannot drain: an update is being applied, or a rank has failed."""
-        self.session.check_failure()
-        self.session.check_drain()
-
     def _drain(self) -> None:
         """Drain between two mini-batches."""
-        self._check_drain()
         self.session.running()
+        self.session.check_drain()
         with self._driving():
             self._applied(self.session.drain())
 
@@ -287,12 +276,6 @@ class PipelineStrategy(PipelineCheckpoints):
         if self.session.optimizer is None:
             raise ConfigurationError(not_set_up(caller))
         return self.session.running()
-
-    def _user_step(self, step_fn: StepFunction) -> Step:
-        def step(microbatch: Any, weight: float | None) -> Any:
-            return step_fn(microbatch)
-
-        return step
 
     @contextmanager
     def _driving(self) -> Iterator[None]:
@@ -320,14 +303,15 @@ class PipelineStrategy(PipelineCheckpoints):
             along the first dimension, and tensors without dimensions are averaged with the microbatches' weights.
             ``None`` on other stages.
         """
-        self._check_drain()
         engine = self.session.running()
-        with self._driving():
-            if not engine.drained:
-                self._applied(self.session.drain())
-            recorded = nullcontext() if self._recorder is None else self._recorder.evaluating()
-            with torch.no_grad(), recorded:
-                output = engine.evaluate(batch, self._user_step(step_fn))
+        if not engine.drained:
+            self._drain()
+        if self._recorder is not None:
+            self._recorder.begin_pause(Activity.EVALUATE)
+        with self._driving(), torch.no_grad():
+            output = engine.evaluate(batch, lambda microbatch, _: step_fn(microbatch))
+        if self._recorder is not None:
+            self._recorder.begin_pause(Wait.DATA)
         return merge_outputs(output.results, output.weights) if self._mesh.is_last else None
 
     # -- recording ------------------------------------------------------------------------------------------------

@@ -21,16 +21,15 @@ from lightning_asyncpp.core.checkpoint import (
     stage_pipeline_state,
 )
 from lightning_asyncpp.core.cut.whole_model import whole_of
-from lightning_asyncpp.fabric.calls import MiniBatchNote
 from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin
-from lightning_asyncpp.strategy_parts.resumable_loader import ResumableLoader, set_epoch, warn_if_inexact
+from lightning_asyncpp.strategy_parts.resumable_loader import ResumableLoader, is_stateful, set_epoch, warn_if_inexact
 from lightning_asyncpp.strategy_parts.stage_loader import PlaceholderBatch, PlaceholderLoader, shuffle_by_epoch
 
 
 class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
     """Strategy that saves the whole run and loads this stage's part of a checkpoint."""
 
-    _note: MiniBatchNote
+    _clipping: tuple[str, float] | None
     _resumed_at: int | None = None  # number of the next microbatch when an optimizer was loaded
 
     @abstractmethod
@@ -129,7 +128,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
             if name in remainder:
                 load_pipeline_state(self.session, progress)  # first, since it sets the delay of the optimizer
                 self.session.stage_optimizer.load_state_dict(remainder.pop(name))
-                self._note = MiniBatchNote()
+                self._clipping = None
                 self._resumed_at = self.session.running().next_forward
             elif strict:
                 raise KeyError(f"the checkpoint has no entry {name!r}; pass strict=False to go on without it")
@@ -248,11 +247,7 @@ def resumable(loader: Any, given: Any) -> FabricLoader:
 
 def _converted(state: Mapping[str, Any], filter: Mapping[str, Callable[[str, Any], bool]]) -> dict[str, Any]:
     """Replace modules and optimizers in a state by their ``state_dict``, and apply the filter of ``fabric.save``."""
-    converted = {name: value.state_dict() if _has_state(value) else value for name, value in state.items()}
+    converted = {name: value.state_dict() if is_stateful(value) else value for name, value in state.items()}
     for name, keep in filter.items():
         converted[name] = {key: value for key, value in converted[name].items() if keep(key, value)}
     return converted
-
-
-def _has_state(value: Any) -> bool:
-    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))

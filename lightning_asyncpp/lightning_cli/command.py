@@ -56,13 +56,6 @@ def check_start(trainer: L.Trainer, data: L.LightningDataModule | None, ckpt_pat
         raise ConfigurationError.from_problems(problems)
 
 
-def processes_of(trainer: L.Trainer) -> str:
-    """Return a text with the number of a Trainer's processes, its strategy and its kind of device."""
-    count, kind = trainer.num_nodes * trainer.num_devices, type(trainer.strategy).__name__
-    device = type(trainer.accelerator).__name__.removesuffix("Accelerator")
-    return f"{count} {'process' if count == 1 else 'processes'} ({kind}, {device})"
-
-
 class AsyncppCLI(LightningCLI):
     """LightningCLI with short error messages for recipes, and a final line about the checkpoint and the logs."""
 
@@ -110,7 +103,10 @@ class AsyncppCLI(LightningCLI):
             raise (ConfigurationError(str(cause)) if is_raised_by(cause) else cause) from None
         if self.subcommand is not None:
             check_start(self.trainer, self.datamodule, self.config_init[self.subcommand].get("ckpt_path"))
-            say(f"{self.subcommand}: starting {processes_of(self.trainer)}")
+            count, kind = self.trainer.num_nodes * self.trainer.num_devices, type(self.trainer.strategy).__name__
+            device = type(self.trainer.accelerator).__name__.removesuffix("Accelerator")
+            processes = f"{count} {'process' if count == 1 else 'processes'}"
+            say(f"{self.subcommand}: starting {processes} ({kind}, {device})")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Make the Trainer, with this package's progress bar unless the recipe names or disables one.
@@ -206,8 +202,9 @@ def make_cli(cli: type[AsyncppCLI] = AsyncppCLI, **how: Any) -> AsyncppCLI:
         **how: further arguments of ``LightningCLI``; with ``run=False`` it only makes module, data and Trainer.
     """
     _quiet()
-    # Only help needs the docstrings of attributes; with them, parsing takes a third longer than without.
-    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=_shows_docstrings(sys.argv[1:]))
+    # Only help and commented recipes need the docstrings of attributes; with them, parsing takes a third longer.
+    shows = any("help" in argument or "print_config" in argument or argument == "-h" for argument in sys.argv[1:])
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=shows)
     return cli(
         LightningModule,
         subclass_mode_model=True,
@@ -217,11 +214,6 @@ def make_cli(cli: type[AsyncppCLI] = AsyncppCLI, **how: Any) -> AsyncppCLI:
         parser_class=RecipeParser,
         **how,
     )
-
-
-def _shows_docstrings(arguments: Sequence[str]) -> bool:
-    """Return whether the arguments may ask for help or for a recipe with comments."""
-    return any("help" in argument or "print_config" in argument or argument == "-h" for argument in arguments)
 
 
 def _quiet() -> None:

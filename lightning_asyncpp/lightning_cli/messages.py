@@ -7,6 +7,9 @@ import os
 import sys
 import textwrap
 import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -40,6 +43,19 @@ def say_what_is_logged() -> None:
         return  # the caller has configured the logger
     logger.addHandler(_SayHandler())
     logger.setLevel(logging.INFO)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress warnings, and log messages below errors."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 _PACKAGE = "lightning_asyncpp."

@@ -100,12 +100,8 @@ _VALUES = {
     "tie_embeddings": "tie_word_embeddings",
     "init_std": "initializer_range",
 }
-_CONSTANTS = {"hidden_act": "silu", "rope_type": "default"}
-_WHOLE_HEADS = {"partial_rotary_factor": 1.0}
-_DEFAULTS = {
-    "hidden_act": "silu",
-    "rope_type": "default",
-    "partial_rotary_factor": 1.0,
+_CONSTANTS = {"hidden_act": "silu", "rope_type": "default", "partial_rotary_factor": 1.0}
+_DEFAULTS = _CONSTANTS | {
     "rope_theta": 10_000.0,
     "tie_word_embeddings": False,
     "initializer_range": 0.02,
@@ -121,7 +117,7 @@ LLAMA = Architecture(
     tensors=_COMMON | _SWIGLU,
     values=_VALUES,
     required={"qk_norm": False},
-    constants=_CONSTANTS | _WHOLE_HEADS | {"attention_bias": False, "mlp_bias": False},
+    constants=_CONSTANTS | {"attention_bias": False, "mlp_bias": False},
     defaults=_DEFAULTS | {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
 )
 QWEN3 = Architecture(
@@ -130,7 +126,7 @@ QWEN3 = Architecture(
     tensors=_COMMON | _SWIGLU | _QK_NORM,
     values=_VALUES,
     required={"qk_norm": True},
-    constants=_CONSTANTS | _WHOLE_HEADS | _NO_SLIDING,
+    constants=_CONSTANTS | _NO_SLIDING,
     defaults=_DEFAULTS | {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "head_dim": 128},
 )
 MIXTRAL = Architecture(
@@ -152,7 +148,7 @@ MIXTRAL = Architecture(
         "moe.num_dense_layers": 0,
         "moe.every": 1,
     },
-    constants=_CONSTANTS | _WHOLE_HEADS | {"sliding_window": None},
+    constants=_CONSTANTS | {"sliding_window": None},
     defaults=_DEFAULTS | {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 1e6},
     unused=frozenset({"mlp_dim"}),
 )
@@ -175,7 +171,7 @@ QWEN3_MOE = Architecture(
         "moe.num_shared_experts": 0,
         "moe.num_dense_layers": 0,
     },
-    constants=_CONSTANTS | _WHOLE_HEADS | _NO_SLIDING | {"mlp_only_layers": []},
+    constants=_CONSTANTS | _NO_SLIDING | {"mlp_only_layers": []},
     defaults=_DEFAULTS
     | {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "norm_topk_prob": False, "decoder_sparse_step": 1},
     aliases={"num_local_experts": "num_experts"},
@@ -197,9 +193,7 @@ GLM4_MOE = Architecture(
     },
     required={"moe.router": "sigmoid", "moe.every": 1},
     least={"moe.num_experts": 2, "moe.num_shared_experts": 1},
-    constants=_CONSTANTS
-    | _WHOLE_HEADS
-    | {"attention_bias": False, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
+    constants=_CONSTANTS | {"attention_bias": False, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
     defaults=_DEFAULTS
     | {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "partial_rotary_factor": 0.5, "use_qk_norm": False},
     always_fp32=(_BALANCE_BIAS.rpartition(".")[2],),

@@ -148,16 +148,6 @@ class GPTConfig:
         """Return whether block ``layer``, counted from 0, has experts."""
         return self.moe is not None and self.moe.is_moe_layer(layer)
 
-    def num_parameters(self) -> int:
-        """Return the number of parameters of the whole model; a shared matrix counts once."""
-        vectors = 2 * self.dim + (2 * self.head_width if self.qk_norm else 0)
-        matrices = 1 if self.tie_embeddings else 2
-        blocks = sum(
-            self.attention_weights() + self.mlp_weights(layer, all_experts=True) + vectors
-            for layer in range(self.num_layers)
-        )
-        return matrices * self.vocab_size * self.dim + blocks + self.dim
-
     def flops_per_token(self) -> float:
         """Return the floating-point operations of a forward and its backward per token, at full context length.
 
@@ -168,7 +158,12 @@ class GPTConfig:
 
     def block_flops(self, layer: int) -> float:
         """Return the FLOPs per token of block ``layer``, counted from 0; only the experts that a token uses count."""
-        weights = self.attention_weights() + self.mlp_weights(layer, all_experts=False)
+        weights = 2 * self.dim * (self.num_heads + self.kv_heads) * self.head_width  # of attention's projections
+        if self.moe is None or not self.moe.is_moe_layer(layer):
+            weights += 3 * self.dim * self.mlp_width
+        else:
+            experts = self.moe.num_shared_experts + self.moe.top_k
+            weights += self.moe.num_experts * self.dim + 3 * self.dim * experts * self.expert_width  # with the router
         return _PER_WEIGHT * weights + 12.0 * self.attention_width * self.context_length
 
     def unit_flops(self, recomputes_blocks: bool = False) -> list[float]:
@@ -184,28 +179,8 @@ class GPTConfig:
         blocks = [times * self.block_flops(layer) for layer in range(self.num_layers)]
         return [float(self.dim), *blocks, (_PER_WEIGHT * self.dim + _PER_LOGIT) * self.vocab_size]
 
-    def attention_weights(self) -> int:
-        """Return the number of weights of a block's four projections."""
-        return 2 * self.dim * (self.num_heads + self.kv_heads) * self.head_width
-
-    def mlp_weights(self, layer: int, all_experts: bool) -> int:
-        """Return the number of weights of a block's dense or MoE layer, with all experts or only a token's."""
-        if self.moe is None or not self.moe.is_moe_layer(layer):
-            return 3 * self.dim * self.mlp_width
-        experts = self.moe.num_shared_experts + (self.moe.num_experts if all_experts else self.moe.top_k)
-        return self.moe.num_experts * self.dim + experts * 3 * self.dim * self.expert_width
-
     def _wrong_sizes(self) -> list[str]:
-        names = (
-            "vocab_size",
-            "context_length",
-            "num_layers",
-            "dim",
-            "num_heads",
-            "num_kv_heads",
-            "mlp_dim",
-            "head_dim",
-        )
+        names = "vocab_size", "context_length", "num_layers", "dim", "num_heads", "num_kv_heads", "mlp_dim", "head_dim"
         sizes = {name: getattr(self, name) for name in names}
         return [f"{name}={size}: must be at least 1" for name, size in sizes.items() if size is not None and size < 1]
 

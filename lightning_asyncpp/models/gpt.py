@@ -274,12 +274,6 @@ class GPT(nn.Module):
             x = unit(x)
         return x
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Initialise all layers in their order."""
-        for unit in self.pipeline_layers():
-            unit.reset_parameters()  # type: ignore[operator]
-
 
 def _checkpointed(function: Callable[..., Any], how: str, random: bool) -> Callable[..., Any]:
     if how == "none":

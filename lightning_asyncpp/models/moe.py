@@ -56,15 +56,14 @@ class Router(StatisticsLayer):
         weight: (E, dim).
         balance_bias: (E,), in fp32 even if the module is converted to another dtype, since in bf16 steps of 0.001
             vanish; None with router "softmax".
-        num_statistics: E + 3. The statistics are the number of tokens of each expert (E numbers), the number of tokens,
-            the number of choices (k per token), and the sum of the entropies of the tokens' probabilities, in nats.
+        num_statistics: E + 2. The statistics are the number of tokens of each expert (E numbers), the number of tokens,
+            and the sum of the entropies of the tokens' probabilities, in nats.
     """
 
     metrics: ClassVar[Mapping[str, Literal["mean", "max", "min", "sum"]]] = {
         "moe_load_max": "max",
         "moe_load_min": "min",
         "moe_entropy": "mean",
-        "moe_dropped": "sum",
     }
     balance_bias: Tensor | None
 
@@ -72,7 +71,7 @@ class Router(StatisticsLayer):
         super().__init__()
         assert config.moe is not None
         self.moe: MoEConfig = config.moe
-        self.num_statistics = self.moe.num_experts + 3
+        self.num_statistics = self.moe.num_experts + 2
         self.weight = nn.Parameter(torch.empty(self.moe.num_experts, config.dim))
         has_bias = self.moe.router == "sigmoid"
         self.register_buffer("balance_bias", torch.empty(self.moe.num_experts) if has_bias else None)
@@ -112,27 +111,26 @@ class Router(StatisticsLayer):
         """Raise the biases of experts below the mean load by ``balance_bias_rate``; lower those of experts above it.
 
         Args:
-            totals: (E + 3,), see :class:`Router`.
+            totals: (E + 2,), see :class:`Router`.
         """
         if self.balance_bias is None or not self.moe.balance_bias_rate:
             return
-        counts = totals[:-3]
+        counts = totals[:-2]
         direction = torch.sign(counts.mean() - counts).to(self.balance_bias, non_blocking=True)
         self.balance_bias.add_(direction, alpha=self.moe.balance_bias_rate)
 
     @classmethod
     def compute_metrics(cls, totals: Tensor) -> dict[str, float]:
-        """Return the metrics: largest and smallest load divided by the mean load, mean entropy (nats), dropped choices.
+        """Return the metrics: largest and smallest load divided by the mean load, and mean entropy (nats).
 
         The load of an expert is its number of tokens.
         """
-        counts, (tokens, choices, entropy) = totals[:-3], totals[-3:].tolist()
+        counts, (tokens, entropy) = totals[:-2], totals[-2:].tolist()
         mean = float(counts.mean()) or 1.0  # without any token the loads are 0
         return {
             "moe_load_max": float(counts.max()) / mean,
             "moe_load_min": float(counts.min()) / mean,
             "moe_entropy": entropy / max(tokens, 1.0),
-            "moe_dropped": choices - float(counts.sum()),
         }
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Router:
@@ -160,7 +158,7 @@ def balance_loss(routing: Routing, counts: Tensor) -> Tensor:
 
 
 def count(routing: Routing, counts: Tensor) -> Tensor:
-    """Return the statistics of a :class:`Router`, (E + 3,) fp64, without gradients.
+    """Return the statistics of a :class:`Router`, (E + 2,) fp64, without gradients.
 
     Args:
         routing: routing of T tokens.
@@ -170,8 +168,8 @@ def count(routing: Routing, counts: Tensor) -> Tensor:
     entropy = torch.special.entr(probabilities).sum(dtype=torch.float64)
     counts = counts.double()
     # Fill on the device: a copy from the host would wait for the GPU.
-    tokens, choices = (counts.new_full((1,), size) for size in (probabilities.shape[0], routing.experts.numel()))
-    return torch.cat((counts, tokens, choices, entropy.view(1)))
+    tokens = counts.new_full((1,), probabilities.shape[0])
+    return torch.cat((counts, tokens, entropy.view(1)))
 
 
 class Experts(nn.Module):
@@ -279,7 +277,7 @@ class MoEOutput(NamedTuple):
     Attributes:
         output: the output, in the shape of the input.
         loss: the layer's part of the auxiliary loss, with its coefficient, a scalar.
-        counts: (E + 3,) fp64, see :class:`Router`.
+        counts: (E + 2,) fp64, see :class:`Router`.
     """
 
     output: Tensor

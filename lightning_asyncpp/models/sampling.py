@@ -66,12 +66,7 @@ def generate_tokens(
         vocab_size: number of ids that may be drawn; ``None`` for all of the model's.
         agree: function that returns, in every process, the token of the process that has the logits, such as a
             strategy's ``broadcast``. Its argument is this process's token, or -1 in a process without logits.
-
-    Raises:
-        ValueError: the prompt is empty.
     """
-    if not prompt:
-        raise ValueError("the prompt has no token; begin with the token that ends a document")
     generator = torch.Generator().manual_seed(sampling.seed)
     tokens = list(prompt)
     for _ in range(max_new_tokens):

@@ -25,7 +25,6 @@ TRAINING_ONLY = frozenset({"dropout", "moe.balance_loss", "moe.balance_bias_rate
 _FREE = TRAINING_ONLY | {"context_length", "init_std"}
 
 _MARK = "embedding.token.weight"  # an entry of the state_dict of a GPT and of no other model
-_COMPILED = "_orig_mod."
 _HYPER_PARAMETERS = "hyper_parameters"
 _DATA_HYPER_PARAMETERS = "datamodule_hyper_parameters"
 
@@ -141,22 +140,16 @@ def differences(config: GPTConfig, saved: GPTConfig) -> list[str]:
     ]
 
 
-def open_saved(path: str | Path, config: GPTConfig | None = None) -> SavedGPT:
+def open_saved(path: str | Path) -> SavedGPT:
     """Open a checkpoint, in one file or sharded, or a folder with config.json and safetensors.
 
-    Args:
-        path: the file or folder.
-        config: shape of the model, if the checkpoint does not hold it.
-
     Raises:
-        WeightsError: the path is not one of these, does not contain a GPT, or has a config.json besides ``config``.
+        WeightsError: the path is not one of these, or does not contain a GPT.
     """
     path = Path(path).expanduser()
     if path.is_file() or is_sharded(path):
-        return read_checkpoint(path, config)
+        return read_checkpoint(path)
     if (path / "config.json").is_file():
-        if config is not None:
-            raise WeightsError(f"{path} has a config.json; do not pass another config")
         from lightning_asyncpp.models.hf import read_hf  # imported late, since it imports this module
 
         return read_hf(path)
@@ -164,16 +157,16 @@ def open_saved(path: str | Path, config: GPTConfig | None = None) -> SavedGPT:
     raise WeightsError(f"{path} {what}; models of a hub have to be downloaded first")
 
 
-def start_problems(config: GPTConfig, path: str | Path) -> list[str]:
-    """Return the reasons why a model of a config cannot start from the weights at ``path``."""
-    try:
-        saved = open_saved(path)
-        problems = differences(config, saved.config)
-        if not problems:
-            saved.check()
-    except (WeightsError, ImportError, OSError) as error:
-        return [str(error)]
-    return problems
+def check_start(config: GPTConfig, path: str | Path) -> None:
+    """Check that a model of a config can start from the weights at ``path``.
+
+    Raises:
+        WeightsError: the weights cannot be read, or do not fit the model; the message lists the differences.
+    """
+    saved = open_saved(path)
+    if problems := differences(config, saved.config):
+        raise WeightsError.from_problems(f"the model cannot start from {path}", problems)
+    saved.check()
 
 
 def start_from(model: GPT, path: str | Path) -> None:
@@ -189,8 +182,7 @@ def start_from(model: GPT, path: str | Path) -> None:
     Raises:
         WeightsError: the weights do not fit the model; the message lists the differences.
     """
-    if problems := start_problems(model.config, path):
-        raise WeightsError.from_problems(f"the model cannot start from {path}", problems)
+    check_start(model.config, path)
     names = {id(module): name for name, module in model.named_modules()}
     for unit in model.pipeline_layers():
         take = partial(_take, unit, names[id(unit)], path)
@@ -209,29 +201,25 @@ def _take(unit: nn.Module, name: str, path: str | Path) -> None:
     unit.load_state_dict({own: tensors[f"{name}.{own}"] for own in unit.state_dict()})
 
 
-def read_checkpoint(path: Path, config: GPTConfig | None = None) -> SavedGPT:
+def read_checkpoint(path: Path) -> SavedGPT:
     """Read a Trainer's checkpoint of a ``GPTModule``, or Fabric's checkpoint of a GPT; tensors are memory-mapped.
 
     Args:
         path: path of the file, or of a sharded checkpoint's folder.
-        config: shape of the model; ``None`` reads it from the module's hyper-parameters, or from ``"config"`` in a
-            checkpoint of ``fabric.save``.
 
     Raises:
-        WeightsError: the file cannot be read, or does not hold a GPT or, without ``config``, its shape.
+        WeightsError: the file cannot be read, or does not hold a GPT and its shape: the module's hyper-parameters, or
+            ``"config"`` in a checkpoint of ``fabric.save``.
     """
     content = _load(path)
     prefix, state = _state_of_gpt(path, content)
-    recorded = _recorded_values(content)
-    if config is None:
-        config = _config(path, recorded)
     tensors = {
         name.removeprefix(prefix): tensor
-        for name, tensor in ((_plain(name), tensor) for name, tensor in state.items())
+        for name, tensor in state.items()
         if isinstance(tensor, Tensor) and name.startswith(prefix)
     }
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return SavedGPT(str(path), config, tensors, shapes, _tokenizer(content))
+    return SavedGPT(str(path), _config(path, _recorded_values(content)), tensors, shapes, _tokenizer(content))
 
 
 def _load(path: Path) -> Mapping[str, Any]:
@@ -249,19 +237,15 @@ def _state_of_gpt(path: Path, content: Mapping[str, Any]) -> tuple[str, Mapping[
     values = [content.get("state_dict"), content, *content.values()]
     candidates = [value for value in values if isinstance(value, Mapping)]
     for state in candidates:
-        for name in state:
-            if (plain := _plain(name)) in (_MARK, f"model.{_MARK}"):
-                return plain.removesuffix(_MARK), state
+        for prefix in ("", "model."):
+            if f"{prefix}{_MARK}" in state:
+                return prefix, state
     entries = ", ".join(map(str, [*content][:8]))
     raise WeightsError(
         f"{path} holds no GPT of this package: its entries are {entries}. asyncpp export takes checkpoints of GPTModule"
         " and HFModule. To write the weights of any other model, run asyncpp checkpoint convert"
         f" {shlex.quote(str(path))} weights.safetensors --to weights"
     )
-
-
-def _plain(name: object) -> str:
-    return str(name).replace(_COMPILED, "")
 
 
 def _recorded_values(content: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -170,17 +170,14 @@ class WeightPrediction(DelayCorrection):
 
     Sources: SpecTrain (Chen et al., arXiv 1809.02839) and XPipe (Guan et al., arXiv 1911.04610), which predict with the
     optimizer's momentum. For SGD with momentum and AdamW without weight decay, that equals the last step. This class
-    uses any optimizer's last step. With weights W_t before update t, base step u_t, h = ``horizon``, a = ``ahead``::
+    uses any optimizer's last step. With weights W_t before update t, base step u_t, h the delay, a = ``ahead``::
 
         Y_{t+1} = Y_t - u_t                               the trajectory of the base, Y_0 = W_0
-        W_{t+1} = Y_{t+1} - (h + a) * u_t                 gradients are taken here; h = 0 without delay
+        W_{t+1} = Y_{t+1} - (h + a) * u_t                 gradients are taken here
 
-    h may change during a run, when the first updates without delay are over; Y is not affected.
-
-    In terms of W alone: W_{t+1} = W_t - u_t - (h + a) * (u_t - u_{t-1}), with u_{-1} = 0. With h + a = s this is
+    h may change during a run, when the first updates without delay are over; Y is not affected. With h + a = s this is
     :class:`~lightning_asyncpp.optim.ErrorFeedback` of strength s, except that WeightPrediction already predicts at the
-    first update. So ErrorFeedback's strength 2 under a delay of one is ``ahead=1`` here: both compensate the delay and
-    look one step ahead. The base steps on W, so its weight decay acts on W.
+    first update. The base steps on W, so its weight decay acts on W.
 
     Memory: one buffer per parameter, u_t, in the parameter's dtype, and the weights before the step as for
     ErrorFeedback.
@@ -188,22 +185,14 @@ class WeightPrediction(DelayCorrection):
     Args:
         params: parameters as the base optimizer takes them: tensors, (name, tensor) pairs or groups.
         base: function that makes the optimizer from ``params``.
-        horizon: number of steps to extrapolate, at least 0; None for the delay of the parameter's gradients.
-        ahead: number of further steps to look ahead, at least 0, also without delay. Without delay ``ahead=1`` steps by
-            2 u_t - u_{t-1}, as optimistic methods do (Daskalakis et al., arXiv 1711.00141).
+        ahead: number of steps to look ahead besides the delay, at least 0, also without delay. Without delay
+            ``ahead=1`` steps by 2 u_t - u_{t-1}, as optimistic methods do (Daskalakis et al., arXiv 1711.00141).
     """
 
     keys = ("predicted_step", "predicted_horizon")
 
-    def __init__(
-        self,
-        params: ParamsT,
-        base: Callable[[Iterable], Optimizer],
-        horizon: float | None = None,
-        ahead: float = 0.0,
-    ) -> None:
+    def __init__(self, params: ParamsT, base: Callable[[Iterable], Optimizer], ahead: float = 0.0) -> None:
         super().__init__(params, base)
-        self.horizon = horizon
         self.ahead = ahead
 
     def _acts_on(self, p: Tensor) -> bool:
@@ -215,8 +204,7 @@ class WeightPrediction(DelayCorrection):
             if p not in before and known is None:
                 continue
             step = before[p] - p if p in before else torch.zeros_like(p)
-            delay = self.delay_of(p)
-            horizon = self.ahead + (delay if delay == 0 or self.horizon is None else self.horizon)
+            horizon = self.ahead + self.delay_of(p)
             if known is not None:
                 p.add_(known["predicted_step"], alpha=known["predicted_horizon"])
             p.sub_(step, alpha=horizon)

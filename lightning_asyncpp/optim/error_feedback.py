@@ -30,27 +30,15 @@ class ErrorFeedback(DelayCorrection):
     With the strategies' ``staleness="least"``, only a share phi of a gradient's microbatches is one update old. Then
     ``strength`` is multiplied by phi, which the strategy sets (:meth:`set_delay`; docs/research/theory.md, section 7).
 
-    In words: the step at t-1 was computed from a stale gradient. One update later the correct step is known, and the
-    difference is fed back. The "error feedback" of the dion optimizers is something else: it feeds back what a low-rank
-    compression of the gradient lost.
-
-    An identity: with Y_0 = W_0 and Y_{t+1} = Y_t - u_t, strength s gives W_{t+1} = Y_{t+1} - s * (u_t - u_0). So Error
-    Feedback is weight prediction: up to the constant s * u_0, gradients are taken at Y, the trajectory of the base
-    optimizer, extrapolated by s times its last step. For gradients that are d updates old, strength d extrapolates by d
-    steps at the price of one buffer. A strength above d looks ahead of the current weights.
-    ``WeightPrediction(ahead=...)`` looks ahead, too, even in synchronous training.
-
-    ``param_groups``, ``state`` and ``defaults`` are those of the base optimizer, so schedulers, monitors and code that
-    sets ``group["lr"]`` act on the base. Names of parameters are passed through to the base.
-
     If a parameter has no gradient, the base does not move it: u_t = 0. The formula still applies, and undoes the
     extrapolation of the parameter's last step. A parameter that never had a gradient needs no buffer and never moves.
 
     With the strategies' ``weight_dtype="bf16"`` (:meth:`compute_weights`), the parameters are masters in fp32, which
-    forwards do not use. The masters then hold Y, to which s * u_0 is added once, after the first update. The weights
-    W_{t+1} = Y_{t+1} - s * u_t exist only in bf16. The buffer holds Y_t during the step and u_t after it, so no
-    further copy is needed. Decoupled weight decay acts on Y instead of W, a difference of the order of lr *
-    weight_decay * u. The identity does not hold for rounded steps, so with a ``buffer_dtype`` the masters hold W.
+    forwards do not use. The masters then hold Y, the base trajectory (docs/reference/optimizers.md, "Corrections"), to
+    which s * u_0 is added once, after the first update. The weights W_{t+1} = Y_{t+1} - s * u_t exist only in bf16. The
+    buffer holds Y_t during the step and u_t after it, so no further copy is needed. Decoupled weight decay acts on Y
+    instead of W, a difference of the order of lr * weight_decay * u. That page's identity of W and Y does not hold for
+    rounded steps, so with a ``buffer_dtype`` the masters hold W.
 
     Memory: one buffer per parameter, u_{t-1}, in the parameter's dtype or ``buffer_dtype``. :meth:`step` also needs the
     weights before the step: they are copied for the duration of the step, unless :meth:`weights_before` provides them.
@@ -150,16 +138,11 @@ def feed_back(weight: Tensor, before: Tensor | None, previous: Tensor, strength:
         previous: u of the previous update, in the dtype in which u is rounded; changed in place.
         strength: factor on the difference; 0 only stores the step.
     """
-    tensors = [weight, previous] if before is None else [weight, previous, before]
-    if all(t.is_contiguous() for t in tensors):  # flattened, since even one row may be too large for a piece
-        tensors = [t.view(-1) for t in tensors]
     scratch: Tensor | None = None
-    for start, length in _chunks(tensors[0]):
-        pieces = [t.narrow(0, start, length) for t in tensors]
-        scratch = torch.empty_like(pieces[0]) if scratch is None else scratch  # the first piece is the largest
-        step = scratch.narrow(0, 0, length)
-        _set_step(step, pieces[0], pieces[2] if len(pieces) == 3 else None)
-        _feed_back_chunk(pieces[0], step, pieces[1], strength)
+    for of_weight, of_previous, of_before in _pieces(weight, previous, weight if before is None else before):
+        scratch = torch.empty_like(of_weight) if scratch is None else scratch  # the first piece is the largest
+        step = torch.sub(of_before, of_weight, out=scratch.narrow(0, 0, of_weight.size(0)))
+        _feed_back_piece(of_weight, step, of_previous, strength)
 
 
 @torch.no_grad()
@@ -172,22 +155,11 @@ def extrapolate(weight: Tensor, step: Tensor, strength: float, out: Tensor) -> N
         strength: factor on the step.
         out: tensor of the same shape that shares no memory with the other arguments.
     """
-    tensors = [weight, step, out]
-    if all(t.is_contiguous() for t in tensors):
-        tensors = [t.view(-1) for t in tensors]
-    for start, length in _chunks(tensors[0]):
-        of_weight, of_step, of_out = (t.narrow(0, start, length) for t in tensors)
+    for of_weight, of_step, of_out in _pieces(weight, step, out):
         of_out.copy_(torch.sub(of_weight, of_step, alpha=strength))
 
 
-def _set_step(step: Tensor, weight: Tensor, before: Tensor | None) -> None:
-    if before is None:
-        step.zero_()
-    else:
-        torch.sub(before, weight, out=step)
-
-
-def _feed_back_chunk(weight: Tensor, step: Tensor, previous: Tensor, strength: float) -> None:
+def _feed_back_piece(weight: Tensor, step: Tensor, previous: Tensor, strength: float) -> None:
     if step.dtype != previous.dtype:
         # The step is rounded once, so that the next update adds back exactly the bits that are subtracted now. The
         # difference of two rounded steps is taken in the weights' dtype, not in the buffer's.
@@ -202,10 +174,11 @@ def _feed_back_chunk(weight: Tensor, step: Tensor, previous: Tensor, strength: f
     previous.copy_(step)
 
 
-def _chunks(t: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield start and length of each piece along the first dimension; such pieces are views, whatever the strides."""
-    size = t.size(0)
-    elements = CPU_CHUNK_ELEMENTS if t.device.type == "cpu" else CHUNK_ELEMENTS
-    length = max(1, elements * size // max(1, t.numel()))
-    for start in range(0, size, length):
-        yield start, min(length, size - start)
+def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the pieces of tensors of one shape along the first dimension; they are views, whatever the strides."""
+    if all(t.is_contiguous() for t in tensors):  # flattened, since even one row may be too large for a piece
+        tensors = tuple(t.view(-1) for t in tensors)
+    first = tensors[0]
+    elements = CPU_CHUNK_ELEMENTS if first.device.type == "cpu" else CHUNK_ELEMENTS
+    length = max(1, elements * first.size(0) // max(1, first.numel()))
+    yield from zip(*(t.split(length) for t in tensors))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,19 +64,7 @@ class MuonAdamW(Optimizer):
     matrix is updated as by ``torch.optim.Muon``, a 3-D weight (experts, out, in) as one matrix (out, in) per expert,
     and all other parameters exactly as by ``torch.optim.AdamW``. Parameters whose gradient is None do not change.
 
-    The algorithm is chosen parameter by parameter, even within a group. Groups are not split. The first row that
-    applies decides:
-
-    ======================================================  ========================
-    parameter                                               updated by
-    ======================================================  ========================
-    fewer than 2 or more than 3 dimensions                  AdamW
-    a single row or column (a vector kept as a matrix)      AdamW
-    in a group with ``use_muon``                            Muon if True, else AdamW
-    name matches ``adamw_names``                            AdamW
-    any other 2-D weight                                    Muon
-    any other 3-D weight (experts, out, in): per matrix     Muon
-    ======================================================  ========================
+    The algorithm is chosen parameter by parameter, even within a group: docs/reference/optimizers.md has the rule.
 
     Names come from ``module.named_parameters()``, or from :meth:`name_parameters`, which strategies call before the
     first step.
@@ -113,9 +101,6 @@ class MuonAdamW(Optimizer):
     Raises:
         ValueError: an option cannot be used.
     """
-
-    keeps_second_moment: ClassVar[bool] = False
-    """Whether each neuron has a running average of the squares in its row of the orthogonalised momentum."""
 
     def __init__(
         self,
@@ -168,11 +153,6 @@ class MuonAdamW(Optimizer):
             if group[name] not in known:
                 raise ValueError(f"{type(self).__name__}: {name}={group[name]!r} must be one of {', '.join(known)}")
         adamw_lr = group.pop("adamw_lr")
-        if adamw_lr is not None and not group["lr"]:
-            raise ValueError(
-                f"{type(self).__name__} cannot use lr={group['lr']} with adamw_lr={adamw_lr}, which is stored as a "
-                "multiple of lr. Set lr above 0."
-            )
         group.setdefault("adamw_lr_ratio", 1.0 if adamw_lr is None else adamw_lr / group["lr"])
         self._choose_all(group)
 
@@ -241,7 +221,7 @@ class MuonAdamW(Optimizer):
             state = self.state[p]
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            if self.keeps_second_moment and "second_moment_buffer" not in state:
+            if "beta2" in group and "second_moment_buffer" not in state:
                 state["second_moment_buffer"] = torch.zeros_like(p.detach().narrow(-1, 0, 1))
         stacks = [stack for p in params for stack in _stacks(p, self.state[p])]
         for batch in _batches(stacks, group["batched"]):
@@ -296,8 +276,6 @@ class NorMuonAdamW(MuonAdamW):
         eps: constant added to the root of that average.
         **options: options of MuonAdamW.
     """
-
-    keeps_second_moment = True
 
     def __init__(
         self, params: ParamsT, lr: float = 1e-3, beta2: float = 0.95, eps: float = 1e-10, **options: Any

@@ -2,17 +2,12 @@
 
 The quintic iteration, its coefficients and its results are those of Jordan et al. 2024
 (https://kellerjordan.github.io/posts/muon/) and of ``torch.optim.Muon``. Here all matrices of one shape go through one
-batched product, and only about half of a large symmetric product is computed. All products of a step except the last
-are symmetric: X X^T, and the products of polynomials in X X^T, since these commute. torch has no operator for symmetric
-products. On CPUs, strips of rows are computed one by one, each up to the diagonal. On GPUs, a Triton kernel for 16 bits
-skips the blocks above the diagonal.
+batched product, and on CPUs only about half of a large symmetric product is computed. All products of a step except the
+last are symmetric: X X^T, and the products of polynomials in X X^T, since these commute. torch has no operator for
+symmetric products, so strips of rows are computed one by one, each up to the diagonal.
 """
 
 from __future__ import annotations
-
-import warnings
-from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -31,11 +26,6 @@ STRIP_ROWS = {torch.float32: 192, torch.float64: 192}
 wait for each other after each strip."""
 
 STRIP_ROWS_OTHERWISE = 256
-
-_without_kernel: set[torch.device] = set()
-
-KERNEL_ROWS = 256
-"""Least number of rows for the Triton kernel: smaller matrices have few blocks above the diagonal."""
 
 
 @torch.no_grad()
@@ -100,17 +90,9 @@ def symmetric_product(
         beta: factor on ``addend``.
         alpha: factor on the product; must be 1 without ``addend``.
     """
-    if a.device.type == "cpu":
-        strip = STRIP_ROWS.get(a.dtype, STRIP_ROWS_OTHERWISE)
-        if a.size(-2) >= 2 * strip:
-            return _by_strips(a, b, out, addend, beta, alpha, strip)
-    elif a.size(-2) >= KERNEL_ROWS and has_kernel(a.device, a.dtype):
-        from lightning_asyncpp.optim.symmetric_triton import triton_symmetric_product
-
-        try:
-            return triton_symmetric_product(a, b, out, addend, beta, alpha)
-        except Exception as error:  # mostly no C compiler on the host, or too little shared memory on the device
-            _give_up_kernel(a.device, error)
+    strip = STRIP_ROWS.get(a.dtype, STRIP_ROWS_OTHERWISE)
+    if a.device.type == "cpu" and a.size(-2) >= 2 * strip:
+        return _by_strips(a, b, out, addend, beta, alpha, strip)
     return full_product(a, b, out, addend, beta, alpha)
 
 
@@ -124,33 +106,6 @@ def full_product(
     if addend is None:
         return torch.bmm(a, b, out=out)
     return torch.baddbmm(addend, a, b, beta=beta, alpha=alpha, out=out)
-
-
-def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the Triton kernel works: on NVIDIA GPUs from Ampere on, in 16 bits, if triton is installed.
-
-    A launch may still fail, because the blocks do not fit the device's shared memory or the host cannot build the
-    launcher. The kernel then counts as not working.
-    """
-    return device not in _without_kernel and _may_have_kernel(device, dtype)
-
-
-@cache
-def _may_have_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    # For float32 the kernel would compute in TF32.
-    if device.type != "cuda" or torch.version.hip or dtype not in (torch.bfloat16, torch.float16):
-        return False
-    return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def _give_up_kernel(device: torch.device, error: Exception) -> None:
-    """Compute full products on a device from now on, and warn, since they round differently and take longer."""
-    _without_kernel.add(device)
-    warnings.warn(
-        f"the Triton kernel for symmetric products cannot run on {device} ({error}): Newton-Schulz computes full"
-        " products there, which take up to twice as long",
-        stacklevel=2,
-    )
 
 
 def _by_strips(

@@ -178,7 +178,9 @@ class PipelineStrategyMixin:
             problems.append(f"state_dict_type={state_dict_type!r} must be 'full' or 'sharded'")
         if problems:
             raise ConfigurationError.from_problems(problems)
-        self.session = self._new_session(settings, timeout)
+        self.session = (
+            PipelineSession(settings, timeout) if self.num_stages is None else LocalSession(settings, self.num_stages)
+        )
         self.session.started_with["state_dict_type"] = state_dict_type
         self.session.started_with["async_checkpoints"] = str(async_checkpoints)
         self.checkpoints = CheckpointWriter(self.session, state_dict_type == "sharded", async_checkpoints)
@@ -187,11 +189,6 @@ class PipelineStrategyMixin:
 
     def _begin(self) -> None:
         """Initialise the attributes of a derived strategy; called at the end of the constructor."""
-
-    def _new_session(self, settings: PipelineSettings, timeout: timedelta | None) -> PipelineSession:
-        return (
-            PipelineSession(settings, timeout) if self.num_stages is None else LocalSession(settings, self.num_stages)
-        )
 
     def _configure_launcher(self) -> None:
         if self.num_stages is None:
@@ -202,10 +199,6 @@ class PipelineStrategyMixin:
         """Local rank; 0 if all stages are in this process, even if other processes were launched with it."""
         rank: int = super().local_rank if self.num_stages is None else 0  # type: ignore[misc]
         return rank
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register nothing: importing the package registers the strategies."""
 
     def setup_environment(self) -> None:
         """Start the process group and connect the mesh; a collective call.
@@ -249,7 +242,7 @@ class PipelineStrategyMixin:
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks; raise an error if one of them has failed (``core/failure_watch.py``)."""
-        self.session.check_failure()
+        self.session.watch.check()
         if (group := self._host_group()) is None:
             super().barrier(*args, **kwargs)  # type: ignore[misc]
             return
@@ -258,7 +251,7 @@ class PipelineStrategyMixin:
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return the object of rank ``src`` on all ranks; raise an error if a rank has failed."""
-        self.session.check_failure()
+        self.session.watch.check()
         if self._host_group() is None:
             result: T = super().broadcast(obj, src)  # type: ignore[misc]
             return result
@@ -267,15 +260,14 @@ class PipelineStrategyMixin:
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Return the tensors of all ranks, stacked along a new first dimension."""
-        self.session.check_failure()
+        self.session.watch.check()
         with self.session.watch.collective():
             gathered: Tensor = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
         return gathered
 
     @property
     def _mesh(self) -> Mesh:
-        assert self.session.mesh is not None, "the processes are not launched yet"
-        return self.session.mesh
+        return self.session.connected()
 
     def _host_group(self) -> dist.ProcessGroup | None:
         mesh = self.session.mesh
@@ -308,7 +300,7 @@ class PipelineStrategyMixin:
         seed, partition = self.broadcast((seed, partition))
         if partition is not None:
             try:
-                self.session.cut(model, seed, torch.device("cpu"), root, partition, averages)
+                self.session.cut(model, seed, torch.device("cpu"), partition, root, averages)
             except Exception as caught:
                 error = caught
         agree_on_error(self._mesh, error)

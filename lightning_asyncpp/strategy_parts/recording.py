@@ -9,11 +9,10 @@ import json
 import socket
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.ranks.agreement import agree_on_error, exchange
@@ -120,7 +119,7 @@ class TraceFile:
 
     def __init__(self, path: Path, meta: Meta, offset: float = 0.0) -> None:
         self._meta, self._offset = meta, offset
-        self._file: TextIO | None = open(path, "x", encoding="utf-8")  # noqa: SIM115 - open as long as the recording
+        self._file = open(path, "x", encoding="utf-8")  # noqa: SIM115 - open as long as the recording
         self._file.write("[\n" + "".join(f"{json.dumps(event)},\n" for event in about(meta)))
 
     def add(self, spans: Iterable[Span], mini_batch_of: Callable[[int], tuple[int, int]]) -> None:
@@ -130,16 +129,13 @@ class TraceFile:
             spans: spans that have ended.
             mini_batch_of: microbatch -> (its mini-batch, its position in the mini-batch).
         """
-        if self._file is not None:
-            process, offset = self._meta.process, self._offset
-            self._file.write("".join(f"{event(span, process, mini_batch_of, offset)},\n" for span in spans))
-            self._file.flush()
+        process, offset = self._meta.process, self._offset
+        self._file.write("".join(f"{event(span, process, mini_batch_of, offset)},\n" for span in spans))
+        self._file.flush()
 
     def close(self) -> None:
         """End the file; may be called twice."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._file.close()
 
 
 _WRITE_EVERY = 0.25  # seconds between writes; a killed run may lose the spans of this time
@@ -215,15 +211,6 @@ class Recorder:
             trace.record(kind, self._engine.mini_batch, since, trace.clock.now())
         self._pause = None
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Record a ``with`` block as an evaluation."""
-        self.begin_pause(Activity.EVALUATE)
-        try:
-            yield
-        finally:
-            self.begin_pause(Wait.DATA)
-
     def write(self, seconds: float = 0.0) -> None:
         """Write the spans that have ended; wait up to ``seconds`` for those that a device has not completed."""
         if self._reader is not None:
@@ -281,16 +268,16 @@ class Recorder:
 def follow(engine: Engine) -> Reader:
     """Return a reader of an engine's trace; the engine begins to record if it does not record yet.
 
-    The engine stops recording when the last reader is closed, unless other code has set the trace.
+    The engine stops recording when the last reader is closed.
     """
     runner = engine.runner
     trace = runner.trace
     if trace is None:
-        trace = runner.trace = Trace(engine.mesh.stage, runner.clock, keep=False)
+        trace = runner.trace = Trace(runner.clock)
     reader = trace.read()
 
     def stop() -> None:
-        if runner.trace is trace and not trace.keep and not trace.readers:
+        if not trace.readers:
             runner.trace = None
 
     reader.on_close = stop

@@ -134,9 +134,9 @@ class ResumableLoader(LoaderInFront):
         }
 
 
-def is_stateful(loader: object) -> bool:
-    """Return whether a loader can save its position and resume from it."""
-    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+def is_stateful(value: object) -> bool:
+    """Return whether an object, such as a loader that can save its position, has a state to save and load."""
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def warn_if_inexact(loader: Any, state: Mapping[str, Any], reasons: Sequence[str] = ()) -> bool:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,32 +31,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = checkpoint_parser()
     arguments = parser.parse_args(argv)
     if arguments.command == "info":
-        _info(arguments)
+        facts = describe(Path(arguments.checkpoint).expanduser())
+        print(json.dumps(facts, indent=2, default=str) if arguments.json else table(facts))
         return
     if arguments.entry is not None and arguments.to != "weights":
         parser.error(f"--entry {arguments.entry} works only with --to weights")
     _convert(arguments)
 
 
-def _info(arguments: Namespace) -> None:
-    with _reported("info"):
-        facts = describe(Path(arguments.checkpoint).expanduser())
-    print(json.dumps(facts, indent=2) if arguments.json else table(facts))
-
-
 def _convert(arguments: Namespace) -> None:
     source, output = Path(arguments.checkpoint).expanduser(), Path(arguments.output).expanduser()
-    with _reported("convert"):
-        if os.path.lexists(output) and not arguments.force:
-            raise StorageError(f"{output} exists already; name another file, or replace it with --force")
-        content = load(source)
-        if not isinstance(content, Mapping):
-            raise StorageError(f"{source} is not a checkpoint: it contains a {type(content).__name__}")
-        if arguments.to == "full":
-            save_file(content, output)
-        else:
-            _write_weights(model_in(content, arguments.entry), output)
-    print(f"{output}: {arguments.to}, {size_on_disk(output):,} bytes")
+    if os.path.lexists(output) and not arguments.force:
+        raise StorageError(f"{output} exists already; name another file, or replace it with --force")
+    content = load(source)
+    if not isinstance(content, Mapping):
+        raise StorageError(f"{source} is not a checkpoint: it contains a {type(content).__name__}")
+    if arguments.to == "full":
+        save_file(content, output)
+    else:
+        _write_weights(model_in(content, arguments.entry), output)
+    print(f"{output}: {arguments.to}, {output.stat().st_size:,} bytes")
 
 
 def _write_weights(weights: Mapping[str, Tensor], output: Path) -> None:
@@ -72,18 +64,8 @@ def _write_weights(weights: Mapping[str, Tensor], output: Path) -> None:
         partial.chmod(0o644)  # safetensors writes files that only their owner can read
 
 
-@contextmanager
-def _reported(command: str) -> Iterator[None]:
-    """Print the message of a StorageError, without a traceback, and exit with code 2."""
-    try:
-        yield
-    except StorageError as error:
-        print(f"asyncpp checkpoint {command}: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-
-
 def describe(path: Path) -> dict[str, Any]:
-    """Return facts about a checkpoint as JSON values, without reading tensors; unknown facts are None.
+    """Return facts about a checkpoint, without reading tensors; unknown facts are None.
 
     Args:
         path: a file, or a folder with an index.
@@ -92,6 +74,7 @@ def describe(path: Path) -> dict[str, Any]:
         StorageError: the checkpoint cannot be read.
     """
     content = load(path)
+    files = read_index(path) if is_sharded(path) else None
     entries = content if isinstance(content, Mapping) else {}
     pipeline = entries.get(PIPELINE, {})
     weights = _distinct(models_in(entries))
@@ -100,16 +83,16 @@ def describe(path: Path) -> dict[str, Any]:
         elements[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
     return {
         "path": str(path),
-        "form": "sharded" if is_sharded(path) else "full",
+        "form": "full" if files is None else "sharded",
         "writer": writer_of(entries),
-        "global_step": _plain(entries.get("global_step")),
-        "epoch": _plain(entries.get("epoch")),
-        **{name: _plain(pipeline.get(name)) for name in _OF_PIPELINE},
+        "global_step": entries.get("global_step"),
+        "epoch": entries.get("epoch"),
+        **{name: pipeline.get(name) for name in _OF_PIPELINE},
         "parameters": sum(t.numel() for t in weights if t.is_floating_point()) if weights else None,
         "dtypes": dict(elements.most_common()),
-        "lightning_version": _plain(entries.get(_LIGHTNING)),
-        "files": read_index(path) if is_sharded(path) else None,
-        "bytes_on_disk": size_on_disk(path),
+        "lightning_version": entries.get(_LIGHTNING),
+        "files": files,
+        "bytes_on_disk": path.stat().st_size if files is None else sum(files.values()),
     }
 
 
@@ -117,16 +100,6 @@ def table(facts: Mapping[str, Any]) -> str:
     """Return the known facts as text, one per line."""
     known = {name: value for name, value in facts.items() if value not in (None, {})}
     return "\n".join(f"{name:<20}{', '.join(v) if isinstance(v, dict) else v}" for name, v in known.items())
-
-
-def size_on_disk(path: Path) -> int:
-    """Return the bytes of a file, or of all files in a folder; 0 if it is missing or not accessible."""
-    total = 0
-    with suppress(OSError):
-        for file in path.iterdir() if path.is_dir() else [path]:
-            with suppress(FileNotFoundError):  # a run may remove the file at the same time
-                total += file.stat().st_size if file.is_file() else 0
-    return total
 
 
 def writer_of(entries: Mapping[str, Any]) -> str | None:
@@ -194,16 +167,3 @@ def _distinct(content: Any) -> list[Tensor]:
             key = tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride()
         found.setdefault(key, tensor)
     return list(found.values())
-
-
-def _plain(value: Any) -> Any:
-    """Convert a value to a JSON type."""
-    if isinstance(value, Tensor):
-        value = value.tolist()
-    if isinstance(value, (list, tuple)):
-        return [_plain(child) for child in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
-
-
-if __name__ == "__main__":
-    main()

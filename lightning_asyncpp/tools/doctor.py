@@ -29,7 +29,7 @@ from lightning_asyncpp import AsyncPipelineStrategy
 from lightning_asyncpp.core.schedule import StalenessRule
 from lightning_asyncpp.dependencies import installed_versions
 from lightning_asyncpp.reference import train_reference
-from lightning_asyncpp.tools.parsers import doctor_parser
+from lightning_asyncpp.tools.parsers import cores, doctor_parser
 
 UPDATES, MICROBATCHES, BATCH, WIDTH = 8, 4, 16, 64
 PARTITION = [4, 3]
@@ -184,8 +184,7 @@ def _signal(trial: subprocess.Popen[bytes], number: signal.Signals) -> None:
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield "system", f"{platform.platform()}, Python {platform.python_version()}, {cores} cores"
+    yield "system", f"{platform.platform()}, Python {platform.python_version()}, {cores()} cores"
     yield "packages", ", ".join(f"{name} {version}" for name, version in installed_versions(PACKAGES).items())
     cuda, hip = torch.version.cuda, torch.version.hip
     nccl = torch.cuda.nccl.version() if torch.cuda.is_available() and torch.distributed.is_nccl_available() else ()

@@ -13,8 +13,7 @@ import torch
 import yaml  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor, nn
 
-from lightning_asyncpp.data import hf_tokenizer_files
-from lightning_asyncpp.models import SavedGPT, WeightsError, open_saved
+from lightning_asyncpp.models import GPT, SavedGPT, WeightsError, open_saved
 from lightning_asyncpp.models.hf import new_folder, read_hf, write_hf
 from lightning_asyncpp.storage import StorageError, is_sharded, load, save_file
 from lightning_asyncpp.tools.generate import DTYPES, find_tokenizer
@@ -173,10 +172,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     saved = open_saved(arguments.model)
     tokenizer = find_tokenizer(saved, arguments.tokenizer)
-    files = {} if tokenizer is None else hf_tokenizer_files(tokenizer, saved.config.context_length)
+    files = {} if tokenizer is None else tokenizer.files(saved.config.context_length)
     end = None if tokenizer is None else tokenizer.end_of_document
     architecture = write_hf(saved, folder, dtype, end=end, files=files)
-    print(f"{architecture.class_name} of {saved.config.num_parameters():,} parameters: {folder}")
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in GPT(saved.config).parameters())
+    print(f"{architecture.class_name} of {parameters:,} parameters: {folder}")
     if tokenizer is None:
         print("No tokenizer written: the checkpoint has none. Name one with --tokenizer.")
 

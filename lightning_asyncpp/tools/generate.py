@@ -27,11 +27,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if tokenizer is None:
         raise WeightsError(f"{saved.origin} has no tokenizer; name one with --tokenizer: byte, or a tokenizer.json")
     prompt = prompt_tokens(tokenizer, arguments.prompt)
-    if len(prompt) > saved.config.context_length:
-        raise WeightsError(
-            f"--prompt has {len(prompt)} tokens, more than the model's context_length={saved.config.context_length};"
-            " shorten it"
-        )
     tokens = generate_tokens(
         logits_of(saved.build(arguments.device, DTYPES[arguments.dtype]), arguments.device),
         prompt,

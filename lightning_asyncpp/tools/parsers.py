@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 from lightning_asyncpp.lightning_cli.help import did_you_mean
@@ -21,19 +21,12 @@ class ToolParser(argparse.ArgumentParser):
     """Parser whose errors suggest an option similar to an unknown one, and omit the usage, which would hide them."""
 
     def __init__(self, **how: Any) -> None:
-        self._names: list[str] = []
         super().__init__(allow_abbrev=False, **how)
-
-    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
-        """Add an argument."""
-        action = super().add_argument(*args, **kwargs)
-        self._names += action.option_strings
-        return action
 
     def error(self, message: str) -> NoReturn:
         """Print the message with a suggestion, and exit with code 2."""
         words = message.removeprefix(_UNRECOGNIZED).split() if message.startswith(_UNRECOGNIZED) else []
-        hints = [did_you_mean(word.partition("=")[0], self._names) for word in words]
+        hints = [did_you_mean(word.partition("=")[0], list(self._option_string_actions)) for word in words]
         hint = next(filter(None, hints), "")
         self.exit(2, f"{self.prog}: error: {message}{hint}\n(`{self.prog} --help` lists the options)\n")
 
@@ -55,6 +48,19 @@ def count(text: str) -> int:
     if (number := int(text)) < 1:
         raise ValueError
     return number
+
+
+def metric(number: float) -> str:
+    """Return a number with a metric prefix, behind which a unit may stand: 1.5 M for 1,500,000."""
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {prefix}"
+    return f"{number:g} "
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use; a job often has fewer than the machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _add_model(parser: ToolParser) -> None:
@@ -218,13 +224,8 @@ def prepare_parser() -> ToolParser:
     parser.add_argument(
         "--val-fraction", type=float, default=0.001, help="share of the data for validation (default: 0.001)"
     )
-    parser.add_argument("--num-workers", type=count, default=_cores(), help="processes (default: as many as cores)")
+    parser.add_argument("--num-workers", type=count, default=cores(), help="processes (default: as many as cores)")
     return parser
-
-
-def _cores() -> int:
-    """Return the number of cores that this process may use; a job often has fewer than the machine."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def recipes_parser() -> ToolParser:
@@ -251,18 +252,3 @@ def trace_parser() -> ToolParser:
     parser.add_argument("--perfetto", metavar="FILE", help="write the timeline for https://ui.perfetto.dev")
     parser.add_argument("--json", metavar="FILE", help="write the table's figures for other programs")
     return parser
-
-
-PARSERS: dict[str, Callable[[], ToolParser]] = {
-    "check": check_parser,
-    "checkpoint": checkpoint_parser,
-    "doctor": doctor_parser,
-    "export": export_parser,
-    "generate": generate_parser,
-    "import": import_parser,
-    "plan": plan_parser,
-    "prepare": prepare_parser,
-    "recipes": recipes_parser,
-    "trace": trace_parser,
-}
-"""Parsers by subcommand."""

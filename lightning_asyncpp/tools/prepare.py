@@ -27,11 +27,8 @@ _LINES = (".jsonl", ".ndjson")
 _COMPRESSED = (".gz", ".zst")
 _TEXT = (".txt", ".md")
 ENDINGS = (".parquet", *_LINES, *(line + packed for line in _LINES for packed in _COMPRESSED), *_TEXT)
-_PIECES, _LEAST_BYTES, _MOST_BYTES = (
-    200,
-    2**16,
-    2**24,
-)  # number of pieces of a file of lines, and the limits of their size in bytes
+_PIECES = 200  # number of pieces of a file of lines
+_LEAST_BYTES, _MOST_BYTES = 2**16, 2**24  # limits of their size
 _REQUEST = ".prepared.json"
 
 
@@ -47,15 +44,10 @@ class Piece(Named):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prepare a dataset; exit with code 2 after an error of a source or the tokenizer."""
+    """Prepare a dataset."""
     given = prepare_parser().parse_args(argv)
-    output = Path(given.output).expanduser()
-    try:
-        tokenizer = load_tokenizer(given.tokenizer, given.end_of_text)
-        prepare(given.sources, output, tokenizer, given.text_key, given.val_fraction, given.num_workers)
-    except (DataError, ImportError, OSError) as error:
-        print(f"asyncpp prepare: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    tokenizer, output = load_tokenizer(given.tokenizer, given.end_of_text), Path(given.output).expanduser()
+    prepare(given.sources, output, tokenizer, given.text_key, given.val_fraction, given.num_workers)
 
 
 def prepare(
@@ -82,7 +74,7 @@ def prepare(
     for name, chosen in zip(("train", "val"), split(pieces, val_fraction)):
         if chosen and not (output / name / INDEX).is_file():
             optimize(
-                _Tokens(tokenizer.definition, text_key),
+                partial(_tokens, tokenizer.definition, text_key),
                 [json.dumps(astuple(piece)) for piece in chosen],  # as JSON, since litdata would download paths
                 str(output / name),
                 chunk_bytes=CHUNK_BYTES,
@@ -152,21 +144,15 @@ def _parquet() -> Any:
     return optional_package("pyarrow.parquet", "reading parquet files")
 
 
-@dataclass(frozen=True)
-class _Tokens:
-    """Function that tokenises a piece in a worker process."""
-
-    definition: str
-    text_key: str
-
-    def __call__(self, piece: str) -> Tensor:
-        tokenizer = _tokenizer(self.definition)
-        documents = read_documents(Piece(*json.loads(piece)), self.text_key)
-        # litdata resumes by the number of results, so every piece must have one; a piece without text gives a blank.
-        return torch.cat(list(token_groups(documents, tokenizer)) or [joined([" "], tokenizer)])
-
-
 _tokenizer = lru_cache(maxsize=1)(tokenizer_of_definition)
+
+
+def _tokens(definition: str, text_key: str, piece: str) -> Tensor:
+    """Tokenise a piece in a worker process."""
+    tokenizer = _tokenizer(definition)
+    documents = read_documents(Piece(*json.loads(piece)), text_key)
+    # litdata resumes by the number of results, so every piece must have one; a piece without text gives a blank.
+    return torch.cat(list(token_groups(documents, tokenizer)) or [joined([" "], tokenizer)])
 
 
 def _begin(output: Path, request: dict[str, Any]) -> None:
@@ -179,7 +165,3 @@ def _begin(output: Path, request: dict[str, Any]) -> None:
         )
     output.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(request, indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -25,8 +25,8 @@ _LANE, _BAR = 30, 22  # heights in pixels
 _MICROSECONDS = 1e6
 
 
-def write_html(run: RecordedRun, summary: Summary, path: Path) -> None:
-    """Write the timeline and the table of a run as one page."""
+def html(run: RecordedRun, summary: Summary) -> str:
+    """Return the timeline and the table of a run as one page."""
     page = resources.files("lightning_asyncpp.tools").joinpath("trace_page.html").read_text(encoding="utf-8")
     legend = "".join(f'<span><i style="background:{color}"></i>{NAMES[kind]}</span>' for kind, color in _COLORS.items())
     parts = {
@@ -35,7 +35,7 @@ def write_html(run: RecordedRun, summary: Summary, path: Path) -> None:
     }  # fmt: skip
     for name, text in parts.items():
         page = page.replace(f"<!-- {name} -->", text)
-    path.write_text(page, encoding="utf-8")
+    return page
 
 
 def picture(run: RecordedRun) -> str:
@@ -67,35 +67,30 @@ def _bar(run: RecordedRun, rank: RankTrace, span: Span, lane: int) -> str:
     )
 
 
-def write_perfetto(run: RecordedRun, summary: Summary, path: Path) -> None:
-    """Write the events of all ranks in one file."""
+def perfetto(run: RecordedRun, summary: Summary) -> str:
+    """Return the events of all ranks."""
     lines = [json.dumps(named) for rank in run.ranks for named in about(rank.meta)]
     lines += [
         event(span, rank.meta.process, lambda k, rank=rank: rank.places[k])  # type: ignore[misc]
         for rank in run.ranks
         for span in rank.spans
     ]
-    path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
+    return "[\n" + ",\n".join(lines) + "\n]\n"
 
 
-def write_json(summary: Summary, path: Path) -> None:
-    """Write the figures of the table."""
-    path.write_text(json.dumps(summary.as_json(), indent=2) + "\n", encoding="utf-8")
-
-
-_WRITERS: dict[str, Callable[[RecordedRun, Summary, Path], None]] = {
-    "html": write_html,
-    "perfetto": write_perfetto,
-    "json": lambda _, summary, path: write_json(summary, path),
+_FORMS: dict[str, Callable[[RecordedRun, Summary], str]] = {
+    "html": html,
+    "perfetto": perfetto,
+    "json": lambda _, summary: json.dumps(summary.as_json(), indent=2) + "\n",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table, and write the requested files."""
     arguments = trace_parser().parse_args(argv)
-    files = {name: Path(path) for name in _WRITERS if (path := getattr(arguments, name)) is not None}
+    files = {name: Path(path) for name in _FORMS if (path := getattr(arguments, name)) is not None}
     run = read_run(Path(arguments.run))
     summary = summarise(run)
     for name, path in files.items():
-        _WRITERS[name](run, summary, path)
+        path.write_text(_FORMS[name](run, summary), encoding="utf-8")
     print("\n".join([table(run, summary), *(f"{name}: {path}" for name, path in files.items())]))

@@ -12,7 +12,7 @@ from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.core.simulation import Pace, pace_of
 from lightning_asyncpp.core.trace import WORK, Activity, seconds_by_kind
 from lightning_asyncpp.strategy_parts.recording import NAMES
-from lightning_asyncpp.tools.parsers import columns
+from lightning_asyncpp.tools.parsers import columns, metric
 from lightning_asyncpp.tools.recorded_run import RankTrace, RecordedRun
 
 CAUSES = {
@@ -197,7 +197,7 @@ def _causes(summary: Summary) -> list[str]:
 def _cells(row: Row, shown: list[str]) -> list[str]:
     return [
         row.name, _percent(row.utilisation), _percent(row.ideal), *(_percent(row.shares[cause]) for cause in shown),
-        f"{row.forward_ms:.2f}", f"{row.backward_ms:.2f}", format_bytes(row.bytes_sent),
+        f"{row.forward_ms:.2f}", f"{row.backward_ms:.2f}", f"{metric(row.bytes_sent)}B",
         "-" if row.staleness is None else f"{row.staleness:.2f}",
     ]  # fmt: skip
 
@@ -222,11 +222,3 @@ def statements(summary: Summary) -> list[str]:
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f}"
-
-
-def format_bytes(count: int) -> str:
-    """Return a size in decimal units: 1.5 MB is 1,500,000 bytes."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"

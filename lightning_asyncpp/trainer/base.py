@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import lightning as L
@@ -19,7 +20,6 @@ from lightning_asyncpp.adapt import problems_of_layers
 from lightning_asyncpp.core.clipping import clip_values
 from lightning_asyncpp.core.cut.averages import averages_in
 from lightning_asyncpp.core.cut.network import name_in_steps, network_in
-from lightning_asyncpp.core.cut.partition_choice import Example
 from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.microbatch import UserHooks, or_nan
 from lightning_asyncpp.core.randomness import drawing_from
@@ -33,16 +33,15 @@ from lightning_asyncpp.trainer.batch_ends import BatchEnds
 from lightning_asyncpp.trainer.callbacks.terminal import show_stages
 from lightning_asyncpp.trainer.checkpoint import Progress
 from lightning_asyncpp.trainer.evaluation import EvaluationSteps
+from lightning_asyncpp.trainer.launching import launch
 from lightning_asyncpp.trainer.pipeline_callback import PipelineCallback
 from lightning_asyncpp.trainer.set_up import (
     NOTHING_TO_STEP,
     ONE_OPTIMIZER,
-    hidden_example,
     module_problems,
     modules_example,
     optimizer_problem,
     trainer_problems,
-    without_meta_tensors,
 )
 from lightning_asyncpp.trainer.step_log import StepLog
 
@@ -73,6 +72,13 @@ class PipelineStrategy(EvaluationSteps):
         self.gradient_norm: float | None = None
         self._draws: drawing_from | None = None
 
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        launcher: Any = self.launcher
+        if launcher is not None and self.start_method != "popen":
+            launcher.launch = functools.partial(launch, self, launcher.launch)
+
     # -- set-up ---------------------------------------------------------------------------------------------------
 
     @override
@@ -83,18 +89,20 @@ class PipelineStrategy(EvaluationSteps):
         weight_dtype = self.session.settings.weight_dtype
         problems = [*trainer_problems(trainer, weight_dtype), *self._structure_problems(trainer)]
         agree_on_problems(self._mesh, problems)
-        self._cut(
-            self._network(), root=module, example=self._example(),
-            averages=tuple(averages_in(trainer.callbacks)),  # type: ignore[attr-defined]
-        )  # fmt: skip
+        assert self.session.resolved is not None
+        network, parts = self._network(), self.session.resolved.microbatches
+        example = modules_example(module, network, parts, self.precision_plugin, self.root_device)
+        self._cut(network, module, example, tuple(averages_in(trainer.callbacks)))  # type: ignore[attr-defined]
         if self._mesh.num_stages > 1:
-            self._until_teardown.enter_context(hidden_example(module))
+            # The summary and the loggers would run the whole model with the example.
+            self._until_teardown.callback(setattr, module, "example_input_array", module.example_input_array)
+            module.example_input_array = None
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         training = trainer.state.fn == TrainerFn.FITTING
         self.progress.forget()
         hooks = UserHooks.of(
-            module, forward_context=self.precision_plugin.forward_context, model_name=self._network_name()
+            module, forward_context=self.precision_plugin.forward_context, model_name=name_in_steps(module)
         )
         self.session.start(hooks, self.root_device, training)
         if training:
@@ -119,7 +127,7 @@ class PipelineStrategy(EvaluationSteps):
         module, resolved = self._module, self.session.resolved
         assert resolved is not None
         return module_problems(module) or problems_of_layers(
-            self._network(), module.example_input_array, self._network_name(), resolved.num_stages
+            self._network(), module.example_input_array, name_in_steps(module), resolved.num_stages
         )
 
     @override
@@ -145,19 +153,10 @@ class PipelineStrategy(EvaluationSteps):
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         self.precision_plugin.clip_grad_by_value = self._clip_grad_by_value  # type: ignore[method-assign]
 
-    def _example(self) -> Example | None:
-        assert self.session.resolved is not None
-        parts = self.session.resolved.microbatches
-        return modules_example(self._module, self._network(), parts, self.precision_plugin, self.root_device)
-
     def _network(self) -> Module:
         network = network_in(self._module)
         assert network is not None
         return network
-
-    def _network_name(self) -> str:
-        """Return the name that the network has in the user's module."""
-        return name_in_steps(self._module)
 
     @property
     def _module(self) -> LightningModule:
@@ -194,7 +193,7 @@ class PipelineStrategy(EvaluationSteps):
         assert batch_ends is not None
         if private.begins_accumulation(module.trainer):
             engine.drop()  # zero_grad() would also drop an earlier closure's gradient that no step has used
-        afterwards = batch_ends.call_late if batch_ends.kinds else _nothing
+        afterwards = batch_ends.call_late if batch_ends.kinds else lambda: None
         output = engine.run(args[0], self._user_step("training_step", args, kwargs), afterwards)
         mesh = engine.mesh
         returned: dict[str, Any] = {"loss": NO_LOSS}
@@ -257,7 +256,7 @@ class PipelineStrategy(EvaluationSteps):
         self.step_log.share_metrics()
 
     def _drain(self) -> None:
-        self.session.check_failure()
+        self.session.watch.check()
         if self.session.engine is not None and self.session.optimizer is not None and self._batch_ends is not None:
             self._batch_ends.check_drain()
             self._receive(self.session.drain(self._batch_ends.call_late))
@@ -273,7 +272,7 @@ class PipelineStrategy(EvaluationSteps):
         """Step the optimizer and call the user's hooks, with the step count and clipping of the gradient's batch."""
         self._running()
         with private.at_update(self._module.trainer, update.note):
-            self.precision_plugin.optimizer_step(self.optimizers[0], model=self._module, closure=_nothing)
+            self.precision_plugin.optimizer_step(self.optimizers[0], model=self._module, closure=lambda: None)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self.session.clip(float(clip_val))
@@ -309,7 +308,7 @@ class PipelineStrategy(EvaluationSteps):
                 self.checkpoints.close()
             finally:
                 self.session.teardown()
-            with without_meta_tensors(self.lightning_module):
+            with suppress(NotImplementedError):  # a refused network is still on the meta device
                 super().teardown()  # moves the module to the host
             if self.session.engine is not None and self.session.watch.failure is None:
                 self.session.engine.weights.to_host()
@@ -332,7 +331,3 @@ class _NoLoss:
 
 
 NO_LOSS = _NoLoss()
-
-
-def _nothing() -> None:
-    """Do nothing, as a closure."""

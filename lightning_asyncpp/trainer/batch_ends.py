@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
@@ -53,20 +53,6 @@ def after_own_update(callback: C) -> C:
     return callback
 
 
-class _BatchEnd(NamedTuple):
-    """End of a batch.
-
-    Attributes:
-        updates: number of updates to apply before the hooks of this batch are called.
-        first: number of the first microbatch after the batch.
-        arguments: arguments of the hooks, without trainer and module.
-    """
-
-    updates: int
-    first: int
-    arguments: tuple[Any, ...]
-
-
 class BatchEnds(Callback):
     """Callback that queues calls of ``on_train_batch_end`` until the update of their batch has been applied.
 
@@ -80,13 +66,14 @@ class BatchEnds(Callback):
         trainer: trainer of the run.
 
     Attributes:
-        waiting: ends of batches whose hooks are still to be called.
+        waiting: for each batch whose hooks are still to be called, the number of updates to apply before that, the
+            first microbatch after the batch, and the hooks' arguments without trainer and module.
         kinds: kinds of the hooks on all ranks: they read weights, or may change them.
     """
 
     def __init__(self, module: LightningModule, session: PipelineSession, trainer: L.Trainer) -> None:
         self._module, self._session, self._trainer = module, session, trainer
-        self.waiting: deque[_BatchEnd] = deque()
+        self.waiting: deque[tuple[int, int, tuple[Any, ...]]] = deque()
         self._is_late = False
         callbacks = [c for c in trainer.callbacks if not isinstance(c, BatchEnds)]  # type: ignore[attr-defined]
         self._called: list[Any] = [c for c in callbacks if isinstance(c, WeightAveraging) or vars(c).get(_MARK)]
@@ -142,7 +129,7 @@ class BatchEnds(Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: LightningModule, *arguments: Any) -> None:
         """Call the hooks, now or when the batch's update has been applied."""
         engine = self._session.running()
-        self.waiting.append(_BatchEnd(engine.mini_batch, engine.next_forward, arguments))
+        self.waiting.append((engine.mini_batch, engine.next_forward, arguments))
         self._call_due()
 
     def call_late(self) -> None:
@@ -156,15 +143,15 @@ class BatchEnds(Callback):
             self._is_late = False
 
     def _call_due(self) -> None:
-        while self.waiting and self.waiting[0].updates <= self._session.running().updates.applied:
-            end = self.waiting.popleft()
+        while self.waiting and self.waiting[0][0] <= self._session.running().updates.applied:
+            _, first, arguments = self.waiting.popleft()
             # Hooks draw from a seed of the batch, since the state of the process's generators depends on when the hook
             # is called. The seed is the same on all ranks, since a hook may write random numbers into weights.
             engine = self._session.running()
-            draws = drawing_from(self._session.seed, engine.runner.device, "batch end", end.first)
+            draws = drawing_from(self._session.seed, engine.runner.device, "batch end", first)
             with draws, private.running_hook(self._module, HOOK):
                 for hook in self._hooks:
-                    hook(*end.arguments)
+                    hook(*arguments)
             engine.weights.adopt(unseen=True)
 
 

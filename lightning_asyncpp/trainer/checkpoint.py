@@ -26,6 +26,7 @@ from lightning_asyncpp.core.checkpoint import (
     stage_pipeline_state,
 )
 from lightning_asyncpp.core.randomness import random_states, set_random_states
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin
 from lightning_asyncpp.strategy_parts.resumable_loader import ResumableLoader, warn_if_inexact
 from lightning_asyncpp.strategy_parts.stage_loader import PlaceholderLoader, shuffle_by_epoch
@@ -165,15 +166,29 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
     def restore_checkpoint_after_setup(self) -> bool:
         return True
 
+    @property
+    def _started_others(self) -> bool:
+        """Whether this process is not a rank, but forks or spawns the ranks."""
+        return self.session.mesh is None and self.start_method != "popen"
+
     def full_state_dict(self) -> dict[str, Any]:
         """Drain (apply all outstanding updates), and return a ``state_dict``; a collective call.
 
-        On rank 0 the result covers the whole module; on other ranks, only their stage.
+        On rank 0 the result covers the whole module; on other ranks, only their stage. In the process that forked or
+        spawned the ranks, it covers the whole module, which has loaded the trained weights.
         """
+        if self._started_others:
+            return dict(self._module.state_dict())
         return gathered(self.session, self._stage_state())
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._started_others:
+            raise ConfigurationError(
+                f"start_method={self.start_method!r}: this process only started the ranks. It has the trained weights,"
+                " but neither optimizer nor progress. Let a ModelCheckpoint save during the training; to save only the"
+                " weights, use torch.save(module.state_dict(), path)"
+            )
         return self.checkpoints.collected(self._stage_state())
 
     def _stage_state(self) -> dict[str, Any]:

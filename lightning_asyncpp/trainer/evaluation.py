@@ -1,4 +1,4 @@
-"""Base classes of the Trainer strategies for a rank's batches, and for validation, test and prediction steps."""
+"""Base class of the Trainer strategies for a rank's batches, and for validation, test and prediction steps."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from typing_extensions import override
 
 from lightning_asyncpp.core.tree import merge_outputs
 from lightning_asyncpp.strategy_parts.stage_loader import AnnouncingLoader, Next, has_placeholder, stage_loader
-from lightning_asyncpp.trainer.checkpoint import Progress
-from lightning_asyncpp.trainer.launching import Launching
+from lightning_asyncpp.trainer.checkpoint import PipelineCheckpoints
 from lightning_asyncpp.trainer.step_log import StepLog
 
 _HOOK = "on_before_batch_transfer"
 _TRANSFER_HOOKS = ("transfer_batch_to_device", "on_after_batch_transfer")
 
 
-class ReplicaBatches(Launching):
-    """Strategy that distributes the batches of loaders over replicas.
+class EvaluationSteps(PipelineCheckpoints):
+    """Strategy that distributes batches over replicas, and runs the steps of validation, test and prediction.
 
     Attributes:
-        progress: progress of this rank in the run, with the positions of resumed loaders.
+        step_log: values that the steps log.
     """
 
-    progress: Progress
+    step_log: StepLog
     _only_moves_batches = True
 
     def take_batch_hooks(self, owners: list[Any], until: ExitStack) -> None:
@@ -45,11 +44,6 @@ class ReplicaBatches(Launching):
             if owner is not None and is_overridden(_HOOK, owner):
                 owner.__dict__[_HOOK] = functools.partial(_unless_placeholder, getattr(owner, _HOOK))
                 until.callback(owner.__dict__.pop, _HOOK, None)
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether Lightning makes samplers distributed (over replicas); always true."""
-        return True
 
     @property
     @override
@@ -71,20 +65,6 @@ class ReplicaBatches(Launching):
         if transport is not None and mesh.is_first and mesh.num_stages > 2:
             return AnnouncingLoader(loader, transport.announce_loaded)
         return loader
-
-
-def _unless_placeholder(hook: Callable[[Any, int], Any], batch: Any, dataloader_idx: int) -> Any:
-    return batch if has_placeholder(batch) else hook(batch, dataloader_idx)
-
-
-class EvaluationSteps(ReplicaBatches):
-    """Strategy that runs the steps of validation, test and prediction.
-
-    Attributes:
-        step_log: values that the steps log.
-    """
-
-    step_log: StepLog
 
     @abstractmethod
     def _user_step(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Callable[[Any, float | None], Any]:
@@ -133,3 +113,7 @@ class EvaluationSteps(ReplicaBatches):
     @override
     def on_validation_start(self) -> None:
         self.drain()
+
+
+def _unless_placeholder(hook: Callable[[Any, int], Any], batch: Any, dataloader_idx: int) -> Any:
+    return batch if has_placeholder(batch) else hook(batch, dataloader_idx)

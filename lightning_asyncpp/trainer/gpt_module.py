@@ -16,9 +16,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_asyncpp.auxiliary import Collected, collecting
 from lightning_asyncpp.core.cut.whole_model import update_from_counts
-from lightning_asyncpp.models import GPT, GPTConfig, WeightsError, start_from
+from lightning_asyncpp.models import GPT, GPTConfig, start_from
 from lightning_asyncpp.models.gpt import ActivationCheckpointing
-from lightning_asyncpp.models.saved import start_problems
+from lightning_asyncpp.models.saved import check_start
 from lightning_asyncpp.trainer.pipeline_module import PipelineModule
 
 IGNORED = -100
@@ -87,8 +87,8 @@ class GPTModule(PipelineModule):
         self.compile_blocks = compile_blocks
         self.initial_weights = initial_weights
         self._counted = Collected()
-        if initial_weights is not None and (problems := start_problems(self.config, initial_weights)):
-            raise WeightsError.from_problems(f"initial_weights={initial_weights!r}", problems)
+        if initial_weights is not None:
+            check_start(self.config, initial_weights)
         # A checkpoint has only plain values, so that reading it does not unpickle code: the optimizer is left out.
         # So are arguments for how the model is computed and where its weights come from.
         self.save_hyperparameters(ignore=["optimizer", "activation_checkpointing", "compile_blocks", "initial_weights"])

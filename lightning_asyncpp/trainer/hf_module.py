@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_asyncpp.adapt import pipelined
-from lightning_asyncpp.data.tokenizer import Tokenizer, fetch, tokenizer_of_definition
-from lightning_asyncpp.errors import ConfigurationError, DataError
+from lightning_asyncpp.core.randomness import seeded
+from lightning_asyncpp.data.tokenizer import known_tokenizer, tokenizer_of_definition
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.trainer.gpt_module import Decay, default_optimizer, scheduled
 from lightning_asyncpp.trainer.hf_model import (
     Dtype,
@@ -120,7 +119,10 @@ class HFModule(LightningModule):
         """Read or draw the weights, and prepare the model for cutting between its blocks."""
         if self.model is not None:
             return
-        with self._seeded():
+        seed = torch.initial_seed() % 2**63
+        if self._trainer is not None:
+            seed = self.trainer.strategy.broadcast(seed)  # every process draws the same weights
+        with seeded(seed, torch.device("cpu")):
             config = type(self.config).from_dict(self.config.to_dict())  # loading the model may change it
             model = load_model(
                 config, self.model_id, self.task, self.pretrained, self.dtype_name, self.attn_implementation
@@ -143,7 +145,7 @@ class HFModule(LightningModule):
         definition = None if data is None else data.state_dict().get("tokenizer")
         if not self.pretrained or not isinstance(definition, str):
             return
-        own = self._own_tokenizer()
+        own = known_tokenizer(self.model_id)
         if own is None:
             rank_zero_warn(
                 f"model_id={self.model_id!r} has no tokenizer.json, so the data's tokenizer cannot be checked"
@@ -188,28 +190,10 @@ class HFModule(LightningModule):
         config = json.loads(self.config.to_json_string(use_diff=False))
         checkpoint[SAVED] = {"config": config, "task": self.task, "lora": self.lora, "model_id": self.model_id}
 
-    def _own_tokenizer(self) -> Tokenizer | None:
-        folder = Path(self.model_id).expanduser()
-        try:
-            file = folder / "tokenizer.json" if folder.is_dir() else fetch(self.model_id, "tokenizer.json")
-        except DataError:
-            return None  # the model has a tokenizer of another format
-        return tokenizer_of_definition(file.read_text(encoding="utf-8")) if file.is_file() else None
-
     def _mean_loss(self, batch: Any) -> Tensor:
         assert self.model is not None
         output = self.model(**inputs_of(batch, self.task, self.config))
         return mean_loss(output, batch, self.task)
-
-    @contextmanager
-    def _seeded(self) -> Iterator[None]:
-        """Draw the same random numbers in every process; restore the generator at the end."""
-        seed = torch.initial_seed() % 2**63
-        if self._trainer is not None:
-            seed = self.trainer.strategy.broadcast(seed)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            yield
 
 
 def _checkpoint_activations(model: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, LambdaCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_asyncpp.core.engine import Engine
@@ -56,7 +56,7 @@ class PipelineCallback(Callback):
         """Become the trainer's first callback, add calls to Lightning's loops, and remove its broadcast of SIGTERM."""
         callbacks = [c for c in trainer.callbacks if not isinstance(c, (PipelineCallback, BeforeSaves))]  # type: ignore[attr-defined]
         place = next((i for i, c in enumerate(callbacks) if isinstance(c, Checkpoint)), len(callbacks))
-        callbacks.insert(place, BeforeSaves(self))
+        callbacks.insert(place, BeforeSaves(on_train_batch_end=lambda *_: self._before_saves(trainer)))
         trainer.callbacks = [self, *callbacks]  # type: ignore[attr-defined]
         private.drop_sigterm_broadcast(trainer)
         private.before_step_logging(trainer, lambda: self.at_end_of_batch(trainer))
@@ -94,7 +94,7 @@ class PipelineCallback(Callback):
         if engine.updates.agreed.finished:
             self._stopping = trainer.should_stop = True
 
-    def before_saves(self, trainer: L.Trainer) -> None:
+    def _before_saves(self, trainer: L.Trainer) -> None:
         """Share the values logged so far in this batch if a checkpoint callback may use them now."""
         if _checkpoint_is_due(trainer) or any(map(private.saves_by_time, trainer.checkpoint_callbacks)):
             self.step_log.share_metrics()
@@ -184,21 +184,8 @@ class PipelineCallback(Callback):
         return _checkpoint_is_due(trainer)
 
 
-class BeforeSaves(Callback):
-    """Callback that shares what earlier callbacks logged after a batch, before checkpoint callbacks use it.
-
-    Args:
-        pipeline_callback: callback that shares the values.
-    """
-
-    def __init__(self, pipeline_callback: PipelineCallback) -> None:
-        self._pipeline_callback = pipeline_callback
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Share the logged values if a save may be due; only callbacks that save come later."""
-        self._pipeline_callback.before_saves(trainer)
+class BeforeSaves(LambdaCallback):
+    """Callback that shares what earlier callbacks logged after a batch, before checkpoint callbacks use it."""
 
 
 def _checkpoint_is_due(trainer: L.Trainer) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_asyncpp.core.cut.cutting import materialize
 from lightning_asyncpp.core.cut.units import pipeline_units
-from lightning_asyncpp.core.microbatch import number_of_samples, split_batch
+from lightning_asyncpp.core.microbatch import number_of_samples
 
 
 class PipelineModule(L.LightningModule):
@@ -22,18 +22,12 @@ class PipelineModule(L.LightningModule):
     only its own stage. The initial weights depend on the run's seed and the layer, never on the number of stages. Under
     other strategies the whole model is built, with the same weights.
 
+    Like any module it may define ``split_batch(self, batch, parts)``, and ``loss_reduction = "sum"`` for steps that
+    return sums.
+
     Attributes:
         model: the network; ``None`` until :meth:`configure_model` ran.
-        loss_reduction: ``"mean"`` (the default) if ``training_step`` returns a mean over the microbatch, ``"sum"`` if
-            it returns a sum.
     """
-
-    loss_reduction: str = "mean"
-
-    # Strategies recognise this function, and may call it a second time, on the host's copy of the batch; this is safe
-    # because the function draws no random numbers.
-    split_batch = staticmethod(split_batch)
-    """Cut a batch into ``parts`` microbatches along the first dimension; an empty microbatch is ``None``."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -98,7 +98,7 @@ def save_nothing_on_exception(trainer: L.Trainer) -> None:
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False):
             rank_zero_info(f"{type(callback).__name__} saves nothing: the ranks of a failed pipeline do not answer")
-            callback.on_exception = _do_nothing  # type: ignore[method-assign, assignment]
+            callback.on_exception = lambda *_: None  # type: ignore[method-assign]
 
 
 def _exit_code(trainer: L.Trainer, signum: int) -> int:
@@ -118,7 +118,3 @@ def _requeue_signal(trainer: L.Trainer) -> Any:
     return (
         environment.requeue_signal if isinstance(environment, SLURMEnvironment) and environment.auto_requeue else None
     )
-
-
-def _do_nothing(*_: Any) -> None:
-    """Replace a callback's ``on_exception``."""

@@ -150,7 +150,7 @@ def set_step_values(trainer: Trainer, values: Mapping[str, Tensor]) -> None:
 @contextmanager
 def running_hook(module: LightningModule, name: str) -> Iterator[None]:
     """Run a ``with`` block in which ``module.log`` uses the rules of the hook ``name``."""
-    before = current_hook(module)
+    before = module._current_fx_name
     module._current_fx_name = name
     try:
         yield
@@ -158,34 +158,15 @@ def running_hook(module: LightningModule, name: str) -> Iterator[None]:
         module._current_fx_name = before
 
 
-def current_hook(module: LightningModule) -> str | None:
-    """Return the name of the hook that Lightning is running."""
-    return module._current_fx_name
-
-
-class AtUpdate(NamedTuple):
-    """State of the Trainer at the end of a batch; hooks and Lightning see it while the batch's update is applied.
-
-    Attributes:
-        global_step: Trainer's step count before the batch's update.
-        clip_val: limit of the gradient clipping.
-        clip_algorithm: algorithm of the gradient clipping.
-    """
-
-    global_step: int
-    clip_val: float | None
-    clip_algorithm: Any
-
-
-def state_at_update(module: LightningModule) -> AtUpdate:
-    """Return the state for the update of the batch that has just run."""
+def state_at_update(module: LightningModule) -> tuple[int, float | None, Any]:
+    """Return the Trainer's step count, clip value and clip algorithm for the update of the batch that has just run."""
     trainer = module.trainer
-    return AtUpdate(trainer.global_step, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+    return trainer.global_step, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
 
 
 @contextmanager
-def at_update(trainer: Trainer, state: AtUpdate) -> Iterator[None]:
-    """Give the trainer the state of an earlier batch while the update of that batch is applied."""
+def at_update(trainer: Trainer, state: tuple[int, float | None, Any]) -> Iterator[None]:
+    """Give the trainer, and so hooks, the state of an earlier batch while the update of that batch is applied."""
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     counts = loop.optim_progress.optimizer.step.total
     present = counts.completed, trainer.gradient_clip_val, trainer.gradient_clip_algorithm

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -21,7 +20,7 @@ from lightning.pytorch.plugins import Precision
 from torch import device, nn
 from torch.optim import Optimizer
 
-from lightning_asyncpp.core.cut.network import called_by_steps, name_in_steps, network_in, network_name, no_network
+from lightning_asyncpp.core.cut.network import called_by_steps, name_in_steps, network_in, no_network
 from lightning_asyncpp.core.cut.partition_choice import Example, example_of
 from lightning_asyncpp.core.cut.units import model_problems
 from lightning_asyncpp.core.microbatch import ModelCall, problems_of_reduction
@@ -57,7 +56,12 @@ def trainer_problems(trainer: L.Trainer, weight_dtype: str | None = None) -> lis
             f"weight_dtype={weight_dtype!r} with a callback that averages weights: the callback would read and swap the"
             " fp32 masters in place of the weights that are validated; leave weight_dtype out"
         )
-    return problems + _callback_problems(trainer)
+    return problems + [
+        f"{type(callback).__name__} cannot work under a pipeline: {reason}; leave it out"
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        for refused, reason in _CALLBACKS
+        if isinstance(callback, refused)
+    ]
 
 
 def module_problems(module: LightningModule) -> list[str]:
@@ -88,16 +92,6 @@ def optimizer_problem(optimizers: Sequence[Optimizer]) -> str:
     return ""
 
 
-def _callback_problems(trainer: L.Trainer) -> list[str]:
-    problems = []
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        for refused, reason in _CALLBACKS:
-            if isinstance(callback, refused):
-                problems.append(f"{type(callback).__name__} cannot work under a pipeline: {reason}; leave it out")
-                break
-    return problems
-
-
 def modules_example(
     module: LightningModule, network: nn.Module, microbatches: int, precision: Precision, device: device
 ) -> Example | None:
@@ -115,16 +109,6 @@ def modules_example(
     return example_of(given, microbatches, precision, device, through if has_forward else None)
 
 
-@contextmanager
-def hidden_example(module: LightningModule) -> Iterator[None]:
-    """Hide ``example_input_array`` from the summary and the loggers, which would run the whole model with it."""
-    example, module.example_input_array = module.example_input_array, None
-    try:
-        yield
-    finally:
-        module.example_input_array = example
-
-
 def optimizers_in(configured: Any) -> list[Optimizer]:
     """Return the optimizers in the result of ``configure_optimizers``, in any of Lightning's forms."""
     if isinstance(configured, Optimizer):
@@ -136,22 +120,3 @@ def optimizers_in(configured: Any) -> list[Optimizer]:
             configured = configured[0]  # optimizers and schedulers
         return [optimizer for entry in configured for optimizer in optimizers_in(entry)]
     return []
-
-
-@contextmanager
-def without_meta_tensors(module: LightningModule | None) -> Iterator[None]:
-    """Hide a refused network that is still on the meta device.
-
-    An error from moving it would mask the reason for the refusal.
-    """
-    network = network_in(module)
-    is_attribute = module is not None and network is getattr(module, network_name(module), None)
-    if module is None or network is None or not is_attribute or not any(p.is_meta for p in network.parameters()):
-        yield
-        return
-    name = network_name(module)
-    setattr(module, name, None)
-    try:
-        yield
-    finally:
-        setattr(module, name, network)

@@ -259,7 +259,7 @@ def test_an_evaluation_sees_the_newest_weights(bf16: bool) -> None:
     case = Case(3, bf16=bf16, error_feedback=1.0)
     training, model = trained(case, 2, 4), case.make_model()
     oracles = run_oracle(replace(case, batch_sizes=case.batch_sizes[:4]), 2)[0]
-    model.load_state_dict(training.engine.weights.shown() or oracles, strict=False)
+    model.load_state_dict(training.engine.weights.for_evaluation() or oracles, strict=False)
     with case.context(), torch.no_grad():
         expected = case.step(model)(case.batch(4))
     loss = training.evaluate(4)
@@ -383,7 +383,7 @@ def test_a_weight_without_an_older_version_in_a_checkpoint_is_its_own() -> None:
     other = Training(case, ALONE, 1)
     newest = other.model.state_dict()
     load_pipeline_state(other.session, state)
-    older = other.engine.weights.older() or {}
+    older = other.engine.weights.older()
     assert torch.equal(older["1.inner.first.weight"], newest["1.inner.first.weight"])
     assert not torch.equal(kept, newest["1.inner.first.weight"])
     assert torch.equal(older["0.inner.weight"], state["older_weights"]["0.inner.weight"])

@@ -60,13 +60,13 @@ def test_bpe_is_trained_on_the_training_files_and_kept(text_folder: Path) -> Non
     _, validation = split(find_text_files(text_folder), 0.2)
     validation[0].path.write_text("ŧŧŧŧŧŧŧŧ" * 200)
     data = ready(text_folder, tokenizer="bpe", vocab_size=400, context_length=8, batch_size=2)
-    assert 257 < data.vocab_size <= 400
+    assert 257 < data.tokenizer.vocab_size <= 400
     batch = next(iter(data.train_dataloader()))
-    assert int(batch.max()) < data.vocab_size
+    assert int(batch.max()) < data.tokenizer.vocab_size
     assert "document" in data.tokenizer.decode(torch.cat(list(data.train_dataloader())).flatten())
     assert len(data.tokenizer.encode_batch(["ŧŧŧŧ"])[0]) == 8  # no merge was learned from validation text
     from_file = ready(text_folder, tokenizer=str(prepared_folder(text_folder) / "tokenizer.json"), context_length=8)
-    assert from_file.vocab_size == data.vocab_size
+    assert from_file.tokenizer.vocab_size == data.tokenizer.vocab_size
 
 
 def test_the_contents_of_the_text_name_the_prepared_folder(text_folder: Path) -> None:
@@ -117,7 +117,7 @@ def test_prepared_and_raw_token_datasets_as_source(text_folder: Path) -> None:
     for data in (prepared, raw, streamed):
         assert torch.equal(torch.cat(list(data.train_dataloader())), expected)
         assert len(data.val_dataloader()) == len(prepared.val_dataloader())
-    assert prepared.vocab_size == 256
+    assert prepared.tokenizer.vocab_size == 256
 
 
 def test_text_shorter_than_a_sequence_or_a_batch(text_folder: Path) -> None:

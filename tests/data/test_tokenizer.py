@@ -11,7 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer as Backend
 
-from lightning_asyncpp.data import ByteTokenizer, DataError, Tokenizer, hf_tokenizer_files, tokenizer_of_definition
+from lightning_asyncpp.data import ByteTokenizer, DataError, Tokenizer, tokenizer_of_definition
 from lightning_asyncpp.data.tokenizer import load_tokenizer, prompt_tokens
 
 TEXT = "def größe(x):\n    return x  # 日本 🙂 Ā ĀĠ\n"
@@ -54,7 +54,8 @@ def test_the_end_of_documents_is_kept(tmp_path: Path) -> None:
     for tokenizer in (unusual, usual):
         folder = tmp_path / str(tokenizer.end_of_document)
         folder.mkdir()
-        tokenizer.save(folder)
+        for name, content in tokenizer.files().items():
+            (folder / name).write_text(content)
         for again in (load_tokenizer(str(folder)), tokenizer_of_definition(tokenizer.definition)):
             assert again.fingerprint == tokenizer.fingerprint
             assert again.end_of_document == tokenizer.end_of_document
@@ -76,7 +77,7 @@ def test_transformers_loads_it_beside_any_model(model_type: str, tmp_path: Path)
     """It would take the model's usual tokenizer for one that does not say otherwise."""
     transformers: Any = pytest.importorskip("transformers")
     for tokenizer in (Tokenizer.train([TEXT * 9], 300), ByteTokenizer()):
-        for name, content in hf_tokenizer_files(tokenizer, 64).items():
+        for name, content in tokenizer.files(64).items():
             (tmp_path / name).write_text(content)
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
         theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)

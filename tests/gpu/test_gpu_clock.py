@@ -22,7 +22,7 @@ def test_work_and_waits_are_those_of_the_gpu() -> None:
 
     work()
     torch.cuda.synchronize()
-    trace = Trace(0, clock_of(DEVICE))
+    trace = Trace(clock_of(DEVICE))
     reader = trace.read()
     began = time.perf_counter()
     with trace.span(Kind.FORWARD, 0):

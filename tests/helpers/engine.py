@@ -85,7 +85,7 @@ class Training:
         session.mesh = mesh
         self.model = case.make_model()
         counts, device = tuple(case.counts(local_stages or mesh.num_stages)), torch.device(case.device)
-        self.stage = session.cut(self.model, case.seed, device, partition=Partition(counts, counts, "as given"))
+        self.stage = session.cut(self.model, case.seed, device, Partition(counts, "as given"))
         if case.checkpointing:
             _checkpoint_units(self.stage)
         hooks = UserHooks(microbatch_weight=case.weight, forward_context=case.context)

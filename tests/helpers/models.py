@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.adapt.runs import examples_of
+from lightning_asyncpp.core.cut.partition_choice import choose_partition
 from lightning_asyncpp.core.local_session import LocalSession
 from lightning_asyncpp.core.microbatch import UserHooks
 from lightning_asyncpp.core.ranks.mesh import Mesh
@@ -173,7 +174,7 @@ def _train_in_stages(model: nn.Module, batches: list[dict[str, Tensor]], stages:
     """Train by PipeDream-2BW with all stages in this process."""
     session = LocalSession(PipelineSettings(microbatches=4, delay=1, staleness="uniform"), stages)
     session.mesh = Mesh(1, 1, 0)
-    stage = session.cut(model, 5, torch.device("cpu"))
+    stage = session.cut(model, 5, torch.device("cpu"), choose_partition(model, 0, stages, "uniform"))
     engine = session.start(UserHooks(), torch.device("cpu"), training=True)
     with stage.whole_model():
         optimizer = _adamw(model)

@@ -21,7 +21,8 @@ from tests.helpers.cases import DIM
 from tests.helpers.fake_device import LaggingDevice
 from tests.helpers.trainer import Net, Run, fit
 
-METER = Trace(-1)
+METER = Trace()
+SPANS = METER.read()
 
 
 class Sleep(torch.autograd.Function):
@@ -57,7 +58,7 @@ class SleepingNet(Net):
 
     def __init__(self, run: Run, times: float = 1.0) -> None:
         super().__init__(run)
-        METER.spans.clear()
+        SPANS.unread.clear()
         self.model = nn.Sequential(SleepingLayer(0.03 * times), SleepingLayer(0.03 * times))
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
@@ -90,7 +91,7 @@ def fit_asleep(run: Run, times: float = 1.0) -> Slept:
     fit(replace(run, module=SleepingNet, samples=run.batch_size, callbacks=()))
     fit(replace(run, module=functools.partial(SleepingNet, times=times), callbacks=(*run.callbacks, (WallClock, {}))))
     start, end = WallClock.times
-    asleep = sum(min(span.end, end) - max(span.start, start) for span in METER.spans if span.end > start)
+    asleep = sum(min(span.end, end) - max(span.start, start) for span in SPANS.unread if span.end > start)
     return Slept(asleep, end - start)
 
 

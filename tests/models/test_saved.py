@@ -73,7 +73,6 @@ def test_what_fabric_saves(tmp_path: Path) -> None:
     fabric.save(tmp_path / "bare.ckpt", {"network": network, "step": 3})
     with pytest.raises(WeightsError, match=r"says nothing of the model\'s shape.*dataclasses\.asdict\(config\)"):
         open_saved(tmp_path / "bare.ckpt")
-    assert same(open_saved(tmp_path / "bare.ckpt", CONFIG).build(), model)
 
 
 class Code:

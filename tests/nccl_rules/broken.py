@@ -34,9 +34,9 @@ def receive_early(rank: int) -> Callable[[], None]:
     works: dict[int, list[dist.Work]] = {}
 
     def send_and_expect(self: Transport, header: Header, tensors: tuple[Tensor, ...]) -> None:
-        infos = [info for info in header.tensors if info.needs_gradient]
+        infos = [info for info in header.layout.tensors if info.needs_gradient]
         if self._direct is not None and infos:
-            way = self._direct._from_next._way  # type: ignore[union-attr]
+            way = self._direct.from_next._way
             posted[header.k] = [info.empty(self.device) for info in infos]
             receives = [handover.dist.irecv(tensor, way.peer, group=way.group) for tensor in posted[header.k]]
             works[header.k] = receives  # type: ignore[assignment]

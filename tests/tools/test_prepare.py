@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_asyncpp.data import TextDataModule, Tokenizer
+from lightning_asyncpp.data import DataError, TextDataModule, Tokenizer
 from lightning_asyncpp.tools.prepare import main
 from tests.helpers import programs as forked
 
@@ -68,12 +68,12 @@ def test_every_document_is_there_once_and_trained_on(sources: list[str], tmp_pat
     data.setup()
     assert len(data.val_dataloader()) > 5
     assert "word" in data.tokenizer.decode(next(iter(data.train_dataloader())).flatten())
-    with pytest.raises(SystemExit, match="2"):  # begun with another key
-        main([*command, "--text-key", "id"])
+    with pytest.raises(DataError, match="was begun with another tokenizer"):
+        main([*command, "--val-fraction", "0.2"])
 
 
 def test_a_tokenizer_json_ends_documents_by_its_own_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Tokenizer.train(TEXTS, 300).save(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(Tokenizer.train(TEXTS, 300).definition)
     for name in ("1.txt", "2.txt"):
         (tmp_path / name).write_text("document <|endoftext|>")
     source, output = str(tmp_path / "*.txt"), str(tmp_path / "out")

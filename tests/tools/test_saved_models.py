@@ -88,7 +88,7 @@ def test_export_import_generate(which: str, request: pytest.FixtureRequest, comm
     """The same weights and the same text, wherever they are read from."""
     run: Trained = request.getfixturevalue(which)
     printed = command("export", run.checkpoint, tmp_path / "out")
-    assert printed.startswith(f"LlamaForCausalLM of {run.module.config.num_parameters():,} parameters: ")
+    assert printed.startswith(f"LlamaForCausalLM of {sum(p.numel() for p in run.module.parameters()):,} parameters: ")
     files = {path.name for path in (tmp_path / "out").iterdir() if path.suffix == ".json"}
     assert files == {
         "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -134,14 +134,12 @@ def test_what_cannot_be_generated(by_bytes: Trained, by_pairs: Trained, command:
     assert command("generate", bare, "--tokenizer", "byte", "--prompt", "doc", "--max-new-tokens", "4").startswith(
         "doc"
     )
-    by_pairs.data.tokenizer.save(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(by_pairs.data.tokenizer.definition)
     assert "has 320 tokens" in command("generate", bare, "--tokenizer", tmp_path / "tokenizer.json", fails=True)
     state["head.weight"] = torch.full_like(state["head.weight"], float("nan"))
     torch.save({"model": state, "config": asdict(CONFIG)}, bare)
     error = command("generate", bare, "--tokenizer", "byte", fails=True)
     assert "the highest logit is nan, and no token can be drawn" in error
-    error = command("generate", by_bytes.checkpoint, "--prompt", "x" * 50, fails=True)
-    assert "--prompt has 50 tokens, more than the model's context_length=32" in error
 
 
 def test_a_sharded_checkpoint_is_read_as_one_file_is(by_bytes: Trained, command: Any, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ RUN = Run(
     trainer={"gradient_clip_val": 0.5, "logger": "list"},
 )  # fmt: skip
 BIASES = [f"model.blocks.{layer}.mlp.router.balance_bias" for layer in (1, 2)]
-METRICS = {"moe_load_max", "moe_load_min", "moe_entropy", "moe_dropped"}
+METRICS = {"moe_load_max", "moe_load_min", "moe_entropy"}
 
 
 def of_experts(result: dict[str, Any]) -> list[dict[str, float]]:

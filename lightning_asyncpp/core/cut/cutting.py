@@ -205,12 +205,7 @@ def _with_parents(unit: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
     fresh = {id(module) for module in modules}
 
     def entirely_fresh(module: nn.Module) -> bool:
-        owners = [m for m in module.modules() if _owns_tensors(m)]
+        owners = [m for m in module.modules() if [*m.parameters(recurse=False), *m.buffers(recurse=False)]]
         return bool(owners) and all(id(m) in fresh for m in owners)
 
     return [module for module in reversed(list(unit.modules())) if entirely_fresh(module)]
-
-
-def _owns_tensors(module: nn.Module) -> bool:
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return bool(own)

@@ -20,14 +20,12 @@ class Partition(NamedTuple):
 
     Attributes:
         counts: number of units on each stage, in order.
-        uniform: result of :func:`uniform`, for comparison.
         source: basis of the choice, for messages.
         costs: cost of every unit, on any scale; empty if not known.
         remark: warning for the user; empty if there is none.
     """
 
     counts: tuple[int, ...]
-    uniform: tuple[int, ...]
     source: str
     costs: tuple[float, ...] = ()
     remark: str = ""
@@ -46,7 +44,7 @@ class Partition(NamedTuple):
         return f"partition={list(self.counts)} {self.source}{known}"
 
 
-WHOLE = Partition((1,), (1,), "the whole module")
+WHOLE = Partition((1,), "the whole module")
 """Partition of a module that is not cut."""
 
 

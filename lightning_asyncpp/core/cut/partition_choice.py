@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -83,23 +83,23 @@ def choose_partition(
     units = pipeline_units(model)
     before = whole_before(model, index, num_stages)
     heavy = [has_parameters(unit) for unit in units] if before is None else before.has_parameters
-    even = tuple(uniform(heavy, num_stages))
+    even = tuple(uniform(heavy, num_stages))  # raises if there are too few layers
     if num_stages == 1:
         if not isinstance(asked, str):
             check_given(asked, heavy)
-        return Partition((len(units),), even, "for a single stage")
+        return Partition((len(units),), "for a single stage")
     if before is not None and asked == "auto":
-        return Partition(before.counts, even, "as the model was cut before")
+        return Partition(before.counts, "as the model was cut before")
     if asked == "auto":
         costs = _costs(model, units, example, seed)
         counts = balanced(costs.values, heavy, num_stages)
-        return Partition(tuple(counts), even, f"by {costs.source}", costs.values, costs.remark)
+        return Partition(tuple(counts), f"by {costs.source}", costs.values, costs.remark)
     known = _model_costs(model, units) if before is None else None
     values = () if known is None else known.values
     if isinstance(asked, str):
-        return Partition(even, even, "by numbers of layers", values)
+        return Partition(even, "by numbers of layers", values)
     check_given(asked, heavy)
-    return Partition(tuple(asked), even, "as given", values)
+    return Partition(tuple(asked), "as given", values)
 
 
 def example_of(
@@ -129,10 +129,10 @@ def example_of(
 
 
 def arguments_in(example: Any, microbatches: int) -> tuple[tuple, dict[str, Any]]:
-    """Read an example input as Lightning does: a tuple or list of positional arguments, a dict of keyword arguments.
+    """Return an example input as a call, as :func:`call_of` does, with the first microbatch of its batch.
 
     Args:
-        example: arguments of a batch; an object of another type is a single argument.
+        example: arguments of a batch.
         microbatches: number of microbatches of the batch. Tensors with one row per sample are cut to the rows of the
             first microbatch.
 
@@ -141,10 +141,18 @@ def arguments_in(example: Any, microbatches: int) -> tuple[tuple, dict[str, Any]
     """
     samples = number_of_samples(example)
     size = -(-samples // microbatches)
-    piece = map_tensors(lambda t: t[:size] if t.ndim and len(t) == samples else t, example)
-    if isinstance(piece, dict):
-        return (), piece
-    return (tuple(piece) if isinstance(piece, (tuple, list)) else (piece,)), {}
+    return call_of(map_tensors(lambda t: t[:size] if t.ndim and len(t) == samples else t, example))
+
+
+def call_of(example: Any) -> tuple[tuple, dict[str, Any]]:
+    """Return an example input as a call.
+
+    As for Lightning, a mapping has keyword arguments, a tuple or list has positional arguments, and an example of
+    another type is the only argument.
+    """
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (tuple(example) if isinstance(example, (tuple, list)) else (example,)), {}
 
 
 def unit_times(units: Sequence[Unit], example: Example, seed: int) -> list[float]:
@@ -169,7 +177,7 @@ def _costs(model: nn.Module, units: Sequence[Unit], example: Example | None, see
     """Return the best available costs of units."""
     if (known := _model_costs(model, units)) is not None:
         return known
-    sizes = _Costs(tuple(_size(unit) for unit in units), BY_SIZE)
+    sizes = _Costs(tuple(float(sum(p.numel() for p in unit.module.parameters())) for unit in units), BY_SIZE)
     if example is None:
         return sizes
     try:
@@ -196,10 +204,6 @@ def _model_costs(model: nn.Module, units: Sequence[Unit]) -> _Costs | None:
             f" numbers, 0 or more, and not all 0; it returned {len(costs)}: {costs}"
         )
     return _Costs(tuple(map(float, costs)), "pipeline_costs()")
-
-
-def _size(unit: Unit) -> float:
-    return float(sum(parameter.numel() for parameter in unit.module.parameters()))
 
 
 def _own_copy(unit: Unit, seed: int, device: torch.device) -> Unit:

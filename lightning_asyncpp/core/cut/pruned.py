@@ -123,19 +123,8 @@ class Pruned:
         self.show(self.shown_now)
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Put the removed tensors into their places within a context."""
-        with self._be(True):
-            yield
-
-    @contextmanager
-    def hidden(self) -> Iterator[None]:
-        """Take the removed tensors out of their places within a context."""
-        with self._be(False):
-            yield
-
-    @contextmanager
-    def _be(self, shown: bool) -> Iterator[None]:
+    def showing(self, shown: bool) -> Iterator[None]:
+        """Put the removed tensors, or None, into their places within a context."""
         before = self.shown_now
         self.show(shown)
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +16,6 @@ from lightning_asyncpp.core.cut.whole_model import WholeModel, counting_layers
 from lightning_asyncpp.core.randomness import seed_generators
 
 T = TypeVar("T")
-
-
-class _Use(NamedTuple):
-    """Use of a parameter or buffer.
-
-    Attributes:
-        place: place of the parameter or buffer in a module.
-        name: key of this use in a version's weights.
-    """
-
-    place: Place
-    name: str
 
 
 class Stage:
@@ -71,16 +59,6 @@ class Stage:
         self.device = torch.device("cpu")  # without parameters, until the runner sets it
         self.refresh()
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the first stage, where batches enter."""
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this is the last stage, which computes the loss."""
-        return self.index == self.num_stages - 1
-
     def forward(self, args: tuple, kwargs: dict[str, Any], seed: int, replica: int, k: int) -> Any:
         """Apply the units in order, each with random numbers derived from (seed, unit, replica, k).
 
@@ -111,7 +89,7 @@ class Stage:
 
     def whole_model(self) -> AbstractContextManager[None]:
         """Return a context in which placeholders, with the memory of one element, replace other stages' tensors."""
-        return self.whole.pruned.shown()
+        return self.whole.pruned.showing(True)
 
     def copies(self) -> list[nn.Parameter]:
         """Return the parameters that an earlier stage has, too."""
@@ -148,9 +126,12 @@ class Stage:
         """Find the parameters again, since a change of dtype or device may have replaced them."""
         self.parameters: dict[str, nn.Parameter] = {}
         self.uses: dict[str, str] = {}
-        self.buffers: dict[str, Tensor] = {}
+        self.buffers: dict[str, Tensor] = {
+            f"{name}.{key}": getattr(layer, key)
+            for name, layer in self.counting_layers.items()
+            for key in layer.versioned_buffers
+        }
         in_units = self._find_parameters()
-        self._find_buffers()
         self._find_uses(in_units)
         name_of = {parameter: name for name, parameter in self.parameters.items()}
         named = self.root.named_parameters(remove_duplicate=False)
@@ -170,14 +151,10 @@ class Stage:
                 with torch.no_grad():
                     self.counting_layers[layer.name].update_from_statistics(layer.of(totals))
         for place, name in self._uses:
-            if name in self.buffers:
-                self._keep(place, self.buffers[name])
-
-    def _keep(self, place: Place, buffer: Tensor) -> None:
-        """If a layer has assigned a new tensor to a buffer, copy the value into the buffer, and put the buffer back."""
-        if place.table[place.key] is not buffer:
-            buffer.data.copy_(place.table[place.key])
-            place.table[place.key] = buffer
+            buffer = self.buffers.get(name)
+            if buffer is not None and place.table[place.key] is not buffer:  # the layer has assigned a new tensor
+                buffer.data.copy_(place.table[place.key])
+                place.table[place.key] = buffer
 
     def _find_own_forward(self) -> OwnForwardStage | None:
         cut = cut_of(self.model)
@@ -190,7 +167,7 @@ class Stage:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return this stage's part of the model's ``state_dict``, with names as in the whole model."""
-        with self.whole.pruned.hidden():
+        with self.whole.pruned.showing(False):
             return dict(self.model.state_dict())
 
     def _find_parameters(self) -> list[dict[int, str]]:
@@ -208,11 +185,6 @@ class Stage:
                     self.uses[use] = canonical
         return in_units
 
-    def _find_buffers(self) -> None:
-        for layer_name, layer in self.counting_layers.items():
-            for key in layer.versioned_buffers:
-                self.buffers[f"{layer_name}.{key}"] = getattr(layer, key)
-
     def _find_uses(self, in_units: list[dict[int, str]]) -> None:
         """Find all places of parameters and versioned buffers, inside and outside of the units.
 
@@ -220,8 +192,8 @@ class Stage:
         number of stages. A place in exactly one unit gets the unit's leaf. Any other place gets the leaf of the unit
         that runs; so do all places of such a parameter if the model's own forward runs, since any unit may use them.
         """
-        self._uses: list[_Use] = []
-        self._turns: list[list[_Use]] = [[] for _ in self.units]
+        self._uses: list[tuple[Place, str]] = []  # place, and key of this use in a version's weights
+        self._turns: list[list[tuple[Place, str]]] = [[] for _ in self.units]
         buffers = {id(buffer): name for name, buffer in self.buffers.items()}
         units_of: dict[nn.Module, list[int]] = {}
         for offset, unit in enumerate(self.units):
@@ -233,13 +205,13 @@ class Stage:
                 of_tensor = {offset: names[tensor] for offset, names in enumerate(in_units) if tensor in names}
                 own = units_of.get(module, [])
                 if tensor in buffers:
-                    self._uses.append(_Use(place, buffers[tensor]))
+                    self._uses.append((place, buffers[tensor]))
                 elif len(own) == 1 and own[0] in of_tensor and (len(of_tensor) == 1 or cut_of(self.model) is None):
-                    self._uses.append(_Use(place, of_tensor[own[0]]))
+                    self._uses.append((place, of_tensor[own[0]]))
                 elif of_tensor:
-                    self._uses.append(_Use(place, next(iter(of_tensor.values()))))
+                    self._uses.append((place, next(iter(of_tensor.values()))))
                     for offset, name in of_tensor.items() if len(of_tensor) > 1 else ():
-                        self._turns[offset].append(_Use(place, name))
+                        self._turns[offset].append((place, name))
 
     def _enter(self, offset: int) -> None:
         """When a unit begins, put its leaves into the places that get the leaf of the unit that runs."""

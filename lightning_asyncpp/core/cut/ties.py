@@ -99,7 +99,7 @@ def first_sharing(stage: int, ties: Sequence[Tie]) -> int | None:
     return min(together) if len(together) > 1 else None
 
 
-def keep_once(state: dict[str, Any], same: Iterable[Sequence[str]]) -> dict[str, Any]:
+def keep_once(state: dict[str, Any], same: Iterable[Sequence[str]]) -> None:
     """Make all names of a shared parameter refer to the same tensor, so that a file stores it once.
 
     Args:
@@ -109,7 +109,6 @@ def keep_once(state: dict[str, Any], same: Iterable[Sequence[str]]) -> dict[str,
     for names in same:
         present = [name for name in names if name in state]
         state.update((other, state[present[0]]) for other in present[1:])
-    return state
 
 
 def check_copies(state: Mapping[str, Any], same: Iterable[Sequence[str]]) -> None:

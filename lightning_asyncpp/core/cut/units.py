@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
@@ -15,7 +15,6 @@ from lightning_asyncpp.core.cut.own_forward import Members, OwnForwardStage, cut
 from lightning_asyncpp.dependencies import required
 from lightning_asyncpp.errors import ConfigurationError
 
-T = TypeVar("T")
 _ONLY_CODE = "code without weights"
 
 
@@ -187,16 +186,16 @@ def stages_of_parameters(model: nn.Module, counts: Sequence[int]) -> dict[str, i
     }
 
 
-def ownership_problems(root: nn.Module, units: Sequence[Unit], model_name: str = "self.model") -> list[str]:
+def ownership_problems(root: nn.Module, units: Sequence[Unit]) -> list[str]:
     """Report trainable parameters outside of all units, which no stage would train; return at most one problem."""
     owned = {id(p) for unit in units for p in unit.module.parameters()}
     outside = [name for name, p in root.named_parameters() if p.requires_grad and id(p) not in owned]
     if not outside:
         return []
     return [
-        f"parameters outside the layers of {model_name}: {', '.join(outside[:8])}"
+        f"parameters outside the layers of self.model: {', '.join(outside[:8])}"
         f"{' and more' if len(outside) > 8 else ''}; the pipeline trains only parameters in layers: move these into a"
-        f" layer of {model_name}, or freeze them (requires_grad=False)"
+        " layer of self.model, or freeze them (requires_grad=False)"
     ]
 
 

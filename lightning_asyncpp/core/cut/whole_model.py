@@ -1,7 +1,7 @@
 """Description of the whole model; every stage creates it before the cut.
 
-Some layers count statistics (:class:`.StatisticsLayer`). The description has the positions of the counts in the control
-message (the numbers that all ranks sum before an update).
+Some layers count statistics (:class:`.StatisticsLayer`). The description has the positions of the counts in the
+:class:`.ControlMessage`.
 """
 
 from __future__ import annotations

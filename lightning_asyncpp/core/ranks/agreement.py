@@ -19,7 +19,6 @@ from lightning_asyncpp.errors import ConfigurationError, ConsequenceError, diffe
 T = TypeVar("T")
 MOST_EXCHANGING = 16
 """With several replicas and more ranks than this, an all-reduce sums control messages (:class:`.ControlMessage`)."""
-_FINISHED = "finished"
 _MOST = 8  # differences that an error names
 _CONTROL_TAG = 4
 _REMEDY = "start all ranks with the same script, recipe and arguments"
@@ -78,15 +77,19 @@ def copy_first_replica(mesh: Mesh, state_dict: Callable[[], Mapping[str, Tensor]
         tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
 
-def finish_together(mesh: Mesh) -> None:
-    """Wait until all ranks finish; a blocking collective.
+def in_same_call(mesh: Mesh, call: str) -> None:
+    """Wait until all ranks make the same call; a blocking collective.
+
+    Args:
+        mesh: mesh of ranks.
+        call: what the call does, such as "ends the run".
 
     Raises:
         ProtocolError: another rank makes a different call.
     """
-    calls = exchange(mesh, _FINISHED)
-    if others := [f"rank {rank}" for rank, text in enumerate(calls) if text != _FINISHED]:
-        raise different_calls(f"the run ends on this rank, but not on {', '.join(others)}")
+    calls = exchange(mesh, call)
+    if others := [f"rank {rank}" for rank, other in enumerate(calls) if other != call]:
+        raise different_calls(f"this rank {call}, but not {', '.join(others)}")
 
 
 def agree_on_problems(mesh: Mesh, problems: list[str]) -> None:
@@ -118,7 +121,7 @@ def agree_on_error(mesh: Mesh, error: Exception | None, group: dist.ProcessGroup
     if configuration:
         raise raised_alike(ConfigurationError.from_problems(configuration), mesh.rank) from error
     if others:
-        quoted = "; ".join(f"rank {rank} (stage {mesh.stage_of(rank)}): {text}" for rank, text in others)
+        quoted = "; ".join(f"{mesh.name_of(rank)}: {text}" for rank, text in others)
         raise OtherStageFailedError(quoted)
 
 
@@ -255,12 +258,11 @@ class StopRounds:
 
 
 class ControlExchange:
-    """Sum of a mini-batch's control messages over all ranks; used with several replicas or on GPUs.
+    """Sum of a mini-batch's control messages (:class:`.ControlMessage`) over all ranks, with replicas or on GPUs.
 
-    A control message has the numbers that all ranks sum before an update. Every rank sends its message to all other
-    ranks; with several replicas and many ranks, an all-reduce sums the messages. With one replica on CPUs, messages
-    follow the gradients along the pipeline instead. With replicas they cannot, since replicas finish in any order. On
-    GPUs, hosts run far ahead of the devices, and such messages would make each host wait for all later stages' GPUs.
+    Every rank sends its message to all other ranks; with several replicas and many ranks, an all-reduce sums the
+    messages. Messages cannot follow the gradients along the pipeline, as with one replica on CPUs: replicas finish in
+    any order, and on GPUs each host, far ahead of its device, would wait for all later stages' GPUs.
 
     Args:
         mesh: connected mesh of ranks.

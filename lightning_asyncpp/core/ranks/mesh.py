@@ -84,9 +84,9 @@ class Mesh:
         replicas = f"{self.num_replicas} x " if self.num_replicas > 1 else ""
         return f"{replicas}{self.num_stages} stage{'s' if self.num_stages > 1 else ''}"
 
-    def name_of(self, stage: int) -> str:
-        """Return the name of a stage's rank in this replica, for messages."""
-        return f"rank {self.rank_of(stage)} (stage {stage})"
+    def name_of(self, rank: int) -> str:
+        """Return the name of a rank, for messages."""
+        return f"rank {rank} (stage {self.stage_of(rank)})"
 
     def send(self, copy: HostCopy, rank: int, tag: int) -> HostWork:
         """Send a host copy to a rank, in the background; the copy need not be complete yet."""

@@ -66,7 +66,8 @@ def disjoint_groups(
     shared = [list(part) for part in parts if len(part) > 1]
     if not shared:
         return None
-    if splits():
+    # NCCL splits the communicator of all ranks for new groups if the default group is bound to a device.
+    if dist.get_backend() == "nccl" and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
         group = dist.split_group(split_ranks=shared, timeout=timeout, pg_options=options() if options else None)
         return group if any(dist.get_rank() in part for part in shared) else None  # type: ignore[return-value]
     mine = None
@@ -75,15 +76,6 @@ def disjoint_groups(
         if dist.get_rank() in part:
             mine = group
     return mine
-
-
-def splits() -> bool:
-    """Return whether new groups split the communicator of all ranks.
-
-    This is so with NCCL, if the default group is bound to a device.
-    """
-    world = dist.group.WORLD
-    return dist.get_backend() == "nccl" and world is not None and getattr(world, "bound_device_id", None) is not None
 
 
 def neighbour_options() -> Any:

@@ -1,6 +1,4 @@
-"""Mini-batch from its first forward to its update: reduction over replicas, then the control message.
-
-A control message has the numbers of a mini-batch that all ranks sum before they update (:class:`ControlMessage`).
+"""Mini-batch from its first forward to its update: reduction over replicas, then the :class:`ControlMessage`.
 
 Gradients become complete stage by stage, from the last to the first. An all-reduce of control messages would start only
 when the first stage is ready, and then take further rounds. So with one replica on CPUs, each stage adds its control
@@ -32,7 +30,8 @@ from lightning_asyncpp.errors import lost_peers
 
 HyperParameters = list[dict[str, Any]]
 """Options of every group of an optimizer, without parameters."""
-_FIXED = 5  # numbers in a control message before the layers' statistics
+FIXED = 5
+"""Number of numbers in a control message before the layers' statistics."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class MiniBatch:
     state     begins with                                       sets
     ========  ================================================  ===================================================
     open      ``UpdateQueue.begin``                             index, first; microbatches add to weight, counted
-    complete  ``UpdateQueue.complete``, after the last forward  end, length, hyper_parameters, note, exchange, tied
+    complete  ``UpdateQueue.complete``, after the last forward  end, hyper_parameters, note, exchange, tied
     launched  :meth:`launch`, after the last backward           launched, gradients, gradient_ready
     sent      :meth:`poll`, :meth:`reduce_now` or :meth:`wait`  squares, message
     stepped   a step ahead of the agreement, if any             stepped; no gradients (may precede ``sent``)
@@ -95,7 +94,6 @@ class MiniBatch:
         counted: statistics of this stage's layers.
         hyper_parameters: hyper-parameters of the optimizer's groups for the update.
         note: value that the strategy receives with the update.
-        length: length of the control message: five numbers, and the statistics of all layers.
         exchange: exchange of control messages; None if they are summed along the pipeline.
         tied: gradients of parameters shared with other stages; None without such parameters.
         reduction: reduction of the gradient over replicas, from the last backward on; None with one replica.
@@ -103,7 +101,7 @@ class MiniBatch:
         stepped: whether this stage has applied the update before all stages agreed on it.
         squares: name -> squared norm of a gradient that this stage counts, once the host knows it.
         gradient_ready: moment at which the gradient was complete; None without a trace.
-        message: this rank's control message, (length,) fp64.
+        message: this rank's control message, fp64: five numbers, and the statistics of all layers.
     """
 
     mesh: Mesh
@@ -115,7 +113,6 @@ class MiniBatch:
     counted: Collected = field(default_factory=Collected)
     hyper_parameters: HyperParameters = field(default_factory=list)
     note: Any = None
-    length: int = 0
     exchange: ControlExchange | None = None
     tied: TiedGradients | None = None
     reduction: Reduction | None = None
@@ -133,15 +130,6 @@ class MiniBatch:
     _norms: dict[str, Tensor] | None = None
     _reading: Reading | None = None  # norms that are on a device
     _total: Tensor | None = None  # sum over all stages, on the first stage
-
-    def complete(self, end: int, num_statistics: int) -> None:
-        """Complete the mini-batch: no further batch shares its update.
-
-        Args:
-            end: one past the last microbatch.
-            num_statistics: number of the statistics of all layers.
-        """
-        self.end, self.length = end, _FIXED + num_statistics
 
     def launch(
         self,
@@ -243,12 +231,12 @@ class MiniBatch:
         if self.exchange is not None:
             total = self.exchange.wait()
         elif self.transport is not None:
-            total = self.transport.receive_total(self.index, self.length) if self._total is None else self._total
+            total = self.transport.receive_total(self.index) if self._total is None else self._total
         if self.tied is not None and not self.stepped:
             self.tied.take_whole_sums(self.gradients)
-        weight, squares, non_finite, interrupted, finished = total[:_FIXED].tolist()
+        weight, squares, non_finite, interrupted, finished = total[:FIXED].tolist()
         norm = float(gradient_norm(squares, weight))
-        return ControlMessage(weight, norm, non_finite == 0, int(interrupted), int(finished), total[_FIXED:])
+        return ControlMessage(weight, norm, non_finite == 0, int(interrupted), int(finished), total[FIXED:])
 
     def send_message(self) -> Tensor:
         """Send the control message unless it has been sent; wait at most once for the device.
@@ -277,7 +265,7 @@ class MiniBatch:
         The sum follows the last gradient from the next stage, so a wait for it is short.
         """
         if not self.mesh.is_last:
-            vector = transport.receive_part(self.index, self.length) + vector
+            vector = transport.receive_part(self.index) + vector
         if not self.mesh.is_first:
             transport.send_part(self.index, vector)
         else:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_asyncpp.core.clipping import norms_of
 from lightning_asyncpp.core.cut.ties import Tie, names_on
-from lightning_asyncpp.core.host_copies import HostCopy, Reading, empty_on_host
+from lightning_asyncpp.core.host_copies import HostCopy, Reading
 from lightning_asyncpp.core.ranks.mesh import Mesh, started
 from lightning_asyncpp.core.ranks.process_groups import HostWork
 from lightning_asyncpp.core.trace import HOST, Clock, Moment
@@ -325,7 +325,7 @@ class TiedGradients:
         if self._passed_on:
             return
         self._passed_on = True
-        for number, (tie, bucket) in enumerate(self._pairs()):
+        for number, (tie, bucket) in enumerate(zip(self._ties, self._buckets)):
             name = tie.name_on(self._mesh.stage)
             own = uses[name] if name in uses else [g for g in (gradients[name],) if g is not None]
             behind = self._taken(self._from_behind, number)
@@ -357,14 +357,11 @@ class TiedGradients:
                 work.wait()
         self._sends = []
 
-    def _pairs(self) -> Iterator[tuple[Tie, Bucket]]:
-        return zip(self._ties, self._buckets)
-
     def _receive(self, number: int, stage: int | None) -> _Received | None:
         if stage is None:
             return None
         like = self._parameters[self._buckets[number].names[0]]
-        flat = empty_on_host(like.numel() + 1, like)
+        flat = torch.empty(like.numel() + 1, dtype=like.dtype, device="cpu", pin_memory=not like.is_cpu)
         return _Received(self._mesh.receive(flat, self._mesh.rank_of(stage), self._tags[number]), flat)
 
     def _taken(self, received: list[_Received | None], number: int) -> Tensor | None:

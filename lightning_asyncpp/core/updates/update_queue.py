@@ -23,6 +23,7 @@ from lightning_asyncpp.core.schedule import Action, Kind, Schedule
 from lightning_asyncpp.core.settings import ResolvedSettings
 from lightning_asyncpp.core.trace import HOST, Activity, Trace, Wait
 from lightning_asyncpp.core.updates.mini_batch import (
+    FIXED,
     ControlMessage,
     HyperParameters,
     MiniBatch,
@@ -133,20 +134,13 @@ class UpdateQueue:
         """Number of updates that this stage has applied or skipped."""
         return next((mini_batch.index for mini_batch in self.pending if not mini_batch.stepped), self.open.index)
 
-    def complete(self, end: int, hyper_parameters: HyperParameters | None = None, note: Any = None) -> None:
-        """Complete the open mini-batch.
-
-        Args:
-            end: one past its last microbatch.
-            hyper_parameters: hyper-parameters of the optimizer's groups for its update.
-            note: value that the strategy receives with its update.
-        """
+    def complete(self, end: int, hyper_parameters: HyperParameters | None, note: Any) -> None:
+        """Complete the open mini-batch, which ends before microbatch ``end``; see :meth:`.Engine.complete`."""
         mini_batch, whole = self.open, self.runner.stage.whole
-        mini_batch.complete(end, whole.statistics.length)
-        mini_batch.hyper_parameters, mini_batch.note = hyper_parameters or [], note
+        mini_batch.end, mini_batch.hyper_parameters, mini_batch.note = end, hyper_parameters or [], note
         if self.mesh.world_size > 1 and (self.mesh.num_replicas > 1 or self._late):
             # Create the exchange early, so that this rank posts receives before other ranks send.
-            mini_batch.exchange = ControlExchange(self.mesh, mini_batch.length)
+            mini_batch.exchange = ControlExchange(self.mesh, FIXED + whole.statistics.length)
         if self._ties:
             tags = tags_of(self._ties, whole.ties, mini_batch.index)
             mini_batch.tied = TiedGradients(self.mesh, self._ties, dict(self.weights.parameters), tags)
@@ -155,12 +149,7 @@ class UpdateQueue:
         self.busy = True
 
     def drop_open(self, end: int, next_backward: int) -> None:
-        """Discard the gradient of the batches since the last :meth:`complete`, once all their backwards have run.
-
-        Args:
-            end: one past their last microbatch.
-            next_backward: next microbatch whose backward runs.
-        """
+        """Discard the gradient of the open mini-batch's microbatches, up to ``end``, once their backwards have run."""
         dropped = self.open
         dropped.end = end
         self._dropped.append(dropped)
@@ -168,12 +157,7 @@ class UpdateQueue:
         self.poll(next_backward)
 
     def reducing(self, k: int, weights: dict[str, Tensor]) -> AbstractContextManager[None]:
-        """Return a context for the backward of microbatch ``k``; a complete mini-batch's last one starts the reduction.
-
-        Args:
-            k: number of the microbatch.
-            weights: name -> leaf tensor on which gradients accumulate.
-        """
+        """Return a context for microbatch ``k``'s backward, which starts the reduction if a mini-batch ends with it."""
         complete = next((m for m in self.pending if m.end == k + 1), None)
         if complete is None:
             return nullcontext()
@@ -371,7 +355,8 @@ class UpdateQueue:
         if mini_batch.gradient_ready is not None:
             trace.record(Activity.PENDING, index, mini_batch.gradient_ready, trace.clock.now())
         if reduction is not None and reduction.started is not None:
-            end = trace.clock.last(reduction.ends)
+            # The host's clock reads a callback of each bucket, and buckets may arrive in another order.
+            end = max(reduction.ends) if trace.clock is HOST else reduction.ends[-1]  # type: ignore[type-var]
             trace.record(Activity.REDUCE, index, reduction.started, end, num_bytes=reduction.num_bytes)
 
 

@@ -57,11 +57,12 @@ def connect_neighbours(mesh: Mesh, before: float | None = None, after: float | N
             text = torch.frombuffer(bytearray(listener.offer.ljust(_OFFER_BYTES).encode()), dtype=torch.uint8)
             dist.send(text, mesh.rank_of(mesh.stage - 1), group=group, tag=_TAG)
         if not mesh.is_last:
-            who = mesh.name_of(mesh.stage + 1)
-            dist.recv(offer, mesh.rank_of(mesh.stage + 1), group=group, tag=_TAG)
+            rank = mesh.rank_of(mesh.stage + 1)
+            who = mesh.name_of(rank)
+            dist.recv(offer, rank, group=group, tag=_TAG)
             links[1] = Link(call(offer.numpy().tobytes().decode(), who), who, after)
         if not mesh.is_first:
-            who = mesh.name_of(mesh.stage - 1)
+            who = mesh.name_of(mesh.rank_of(mesh.stage - 1))
             links[0] = Link(listener.answer(who), who, before)
     return Neighbours(*links)
 

@@ -22,7 +22,7 @@ import atexit
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_asyncpp.core import background
-from lightning_asyncpp.core.ranks.mesh import Groups, Mesh, started
+from lightning_asyncpp.core.ranks.mesh import Mesh, started
 from lightning_asyncpp.core.wire.connect import connect_neighbours
 from lightning_asyncpp.core.wire.link import NO_TIMEOUT, Link, TensorInfo, memory_of, written_out
 from lightning_asyncpp.errors import PeerLostError, ProtocolError, is_noise, peer_lost
@@ -227,8 +227,6 @@ class Inbox:
             PeerLostError: the neighbour is gone or failed to send.
             ProtocolError: the neighbour sent another answer.
         """
-        if not infos:
-            return []
         # Memory is allocated before the neighbour launches the send: two hosts would deadlock if each had a send in
         # flight and, in order to get memory, waited for its device.
         tensors = self._way.allocate(infos)
@@ -259,78 +257,57 @@ class DeviceTensors:
         device: device of the tensors.
         timeout: longest wait for a neighbour, in seconds; default: half an hour.
 
+    Attributes:
+        to_next: activations for the next stage; not set on the last stage.
+        from_next: gradients from the next stage; not set on the last stage.
+        to_before: gradients for the previous stage; not set on the first stage.
+        from_before: activations from the previous stage; not set on the first stage.
+
     Raises:
         ProtocolError: a test message from a neighbour did not arrive as sent.
     """
 
+    to_next: Outbox
+    from_next: Inbox
+    to_before: Outbox
+    from_before: Inbox
+
     def __init__(self, mesh: Mesh, device: torch.device, timeout: float | None = None) -> None:
         assert mesh.groups is not None
-        groups: Groups = mesh.groups
+        groups = mesh.groups
         self.mesh, self.device = mesh, device
+        self._outboxes: list[Outbox] = []
+        self._inboxes: list[Inbox] = []
         activations = connect_neighbours(mesh, before=timeout, after=NO_TIMEOUT)
         gradients = connect_neighbours(mesh, before=NO_TIMEOUT, after=timeout)
-        self._to_next = self._from_next = self._to_before = self._from_before = None
         ways: list[tuple[Way, Way] | None] = [None, None]  # (to, from) the previous and the next stage
         if activations.before is not None and gradients.before is not None:
             peer = mesh.rank_of(mesh.stage - 1)
             back, there = Way.to(peer, groups.backward, device), Way.to(peer, groups.forward, device)
-            self._to_before, self._from_before = Outbox(back, gradients.before), Inbox(there, activations.before)
+            self.to_before, self.from_before = Outbox(back, gradients.before), Inbox(there, activations.before)
+            self._outboxes.append(self.to_before)
+            self._inboxes.append(self.from_before)
             ways[0] = back, there
         if activations.after is not None and gradients.after is not None:
             peer = mesh.rank_of(mesh.stage + 1)
             there, back = Way.to(peer, groups.to_next, device), Way.to(peer, groups.from_next, device)
-            self._to_next, self._from_next = Outbox(there, activations.after), Inbox(back, gradients.after)
+            self.to_next, self.from_next = Outbox(there, activations.after), Inbox(back, gradients.after)
+            self._outboxes.append(self.to_next)
+            self._inboxes.append(self.from_next)
             ways[1] = there, back
         self._try(*ways)
 
-    @classmethod
-    def between(cls, mesh: Mesh, device: torch.device, timeout: float | None = None) -> DeviceTensors | None:
-        """Return a transfer if the mesh has groups between neighbours, else None."""
-        groups = mesh.groups
-        if groups is None or (groups.forward is None and groups.to_next is None):
-            return None
-        return cls(mesh, device, timeout)
-
-    def put_activation(self, tensors: Sequence[Tensor]) -> None:
-        """Add tensors for the next stage; announce them afterwards."""
-        assert self._to_next is not None, "the last stage has no next stage"
-        self._to_next.put(tensors)
-
-    def take_activation(self, infos: Sequence[TensorInfo]) -> list[Tensor]:
-        """Take tensors that the previous stage has announced."""
-        assert self._from_before is not None, "the first stage has no previous stage"
-        return self._from_before.take(infos)
-
-    def put_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Add gradients for the previous stage; announce them afterwards."""
-        assert self._to_before is not None, "the first stage has no previous stage"
-        self._to_before.put(gradients)
-
-    def take_gradients(self, infos: Sequence[TensorInfo]) -> list[Tensor]:
-        """Take gradients that the next stage has announced."""
-        assert self._from_next is not None, "the last stage has no next stage"
-        return self._from_next.take(infos)
-
-    def wait_for_stage_after(self, limit: int) -> None:
-        """Wait until the next stage has taken all but at most ``limit`` activations."""
-        if self._to_next is not None:
-            self._to_next.wait_until_taken(limit)
-
     def settle(self) -> None:
         """Wait until all tensors are taken and sent, and free them."""
-        for outbox in (self._to_before, self._to_next):
-            if outbox is not None:
-                outbox.settle()
+        for outbox in self._outboxes:
+            outbox.settle()
 
     def close(self) -> None:
         """End the connections; may be called from any thread."""
-        for end in self._ends():
-            end.close()
-
-    def _ends(self) -> Iterator[Outbox | Inbox]:
-        for end in (self._to_before, self._to_next, self._from_before, self._from_next):
-            if end is not None:
-                yield end
+        for outbox in self._outboxes:
+            outbox.close()
+        for inbox in self._inboxes:
+            inbox.close()
 
     def _try(self, before: tuple[Way, Way] | None, after: tuple[Way, Way] | None) -> None:
         """Exchange a number with both neighbours now, since NCCL's hosts wait for each other at the first message.
@@ -353,6 +330,5 @@ class DeviceTensors:
                 work.wait()
             peer = stage + 1 if begins else stage - 1
             if (received := heard.item()) != peer:
-                raise ProtocolError(
-                    f"{self.mesh.name_of(peer)} sent {peer} from its device, but {received} arrived on this device"
-                )
+                who = self.mesh.name_of(self.mesh.rank_of(peer))
+                raise ProtocolError(f"{who} sent {peer} from its device, but {received} arrived on this device")

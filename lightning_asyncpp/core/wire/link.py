@@ -265,7 +265,14 @@ class TensorInfo(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Layout of an activation: kind, tensors, and the containers around several tensors."""
+    """Layout of an activation, which is sent only when it changes.
+
+    Attributes:
+        kind: a tensor, several tensors, an empty slot (place without samples), or a failure of an earlier stage.
+        tensors: descriptions of the tensors that follow the header.
+        structure: containers around several tensors, from :func:`lightning_asyncpp.core.tree.flatten`; for a failure,
+            its message.
+    """
 
     kind: int = 0
     tensors: tuple[TensorInfo, ...] = ()
@@ -293,20 +300,15 @@ class Header:
 
     Attributes:
         k: number of the microbatch, counted over the run or over all evaluations.
-        kind: a tensor, several tensors, an empty slot (place without samples), or a failure of an earlier stage.
+        layout: layout of the activation.
         weight: weight w_k of the microbatch in the mean loss.
         fingerprint: hash of the first stage's batch or microbatch; 0 if none was computed.
-        tensors: descriptions of the tensors that follow.
-        structure: containers around several tensors, from :func:`lightning_asyncpp.core.tree.flatten`; for a failure,
-            its message.
     """
 
     k: int
-    kind: int = 0
+    layout: Layout
     weight: float = 0.0
     fingerprint: int = 0
-    tensors: tuple[TensorInfo, ...] = ()
-    structure: bytes = b""
 
     TENSOR: ClassVar[int] = 0
     TUPLE: ClassVar[int] = 1
@@ -316,12 +318,7 @@ class Header:
     @property
     def num_bytes(self) -> int:
         """Size of the tensors that follow, in bytes."""
-        return sum([info.num_bytes for info in self.tensors])
-
-    @property
-    def layout(self) -> Layout:
-        """Layout of the activation, which is sent only when it changes."""
-        return Layout(self.kind, self.tensors, self.structure)
+        return sum([info.num_bytes for info in self.layout.tensors])
 
     def pack(self) -> bytes:
         """Return the fields that are not in the layout or the frame, as ``HEADER_BYTES`` bytes."""
@@ -330,8 +327,7 @@ class Header:
     @classmethod
     def read(cls, message: memoryview | bytearray | bytes, k: int, layout: Layout) -> Header:
         """Read what :meth:`pack` wrote."""
-        weight, fingerprint = _NUMBERS.unpack_from(message)
-        return cls(k, layout.kind, weight, fingerprint, layout.tensors, layout.structure)
+        return cls(k, layout, *_NUMBERS.unpack_from(message))
 
 
 def written_out(tensor: Tensor) -> Tensor:

@@ -1,6 +1,4 @@
-"""Transport of activations, gradients and control messages between neighbouring stages.
-
-A control message has the numbers of a mini-batch that all ranks sum before an update (:class:`.ControlMessage`).
+"""Transport of activations, gradients and control messages (:class:`.ControlMessage`) between neighbouring stages.
 
 Headers, control messages and tensors on the host go through the links of :mod:`lightning_asyncpp.core.wire.link`, in
 order. Tensors on GPUs go through NCCL; headers announce these tensors. If NCCL cannot be used (several stages on one
@@ -114,7 +112,9 @@ class Transport:
     ) -> None:
         self.mesh, self.device = mesh, device
         self._before, self._after = neighbours or connect_neighbours(mesh, timeout, timeout)
-        self._direct = DeviceTensors.between(mesh, device, timeout)
+        groups = mesh.groups
+        has_direct = groups is not None and (groups.forward is not None or groups.to_next is not None)
+        self._direct = DeviceTensors(mesh, device, timeout) if has_direct else None
         self._header = memoryview(bytearray(HEADER_BYTES))
         self._layout_sent: Layout | None = None
         self._layout_received = Layout()
@@ -135,15 +135,15 @@ class Transport:
     def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
         """Send an activation to the next stage, or only a header."""
         assert self._after is not None, "the last stage has no next stage"
-        if (layout := header.layout) != self._layout_sent:
-            self._after.write(_LAYOUT, header.k, [layout.pack()])
-            self._layout_sent = layout
-        stored = [info.stored(tensor) for tensor, info in zip(tensors, header.tensors)]
+        if header.layout != self._layout_sent:
+            self._after.write(_LAYOUT, header.k, [header.layout.pack()])
+            self._layout_sent = header.layout
+        stored = [info.stored(tensor) for tensor, info in zip(tensors, header.layout.tensors)]
         parts: list[Bytes] = [header.pack()]
         if self._direct is None:
             parts += map(_bytes_of, stored)
         else:  # before the header announces the tensors
-            self._direct.put_activation(stored)
+            self._direct.to_next.put(stored)
         self._after.write(_ACTIVATION, header.k, parts)
         self._sent = header.k + 1
 
@@ -163,9 +163,9 @@ class Transport:
         header = Header.read(self._header, k, self._layout_received)
         self._received = k + 1
         if self._direct is not None:
-            return Arrival(header, tuple(self._direct.take_activation(header.tensors)))
+            return Arrival(header, tuple(self._direct.from_before.take(header.layout.tensors)))
         tensors = []
-        for info in header.tensors:
+        for info in header.layout.tensors:
             tensors.append(info.empty(self.device))
             self._read_into(link, tensors[-1])
         return Arrival(header, tuple(tensors))
@@ -195,7 +195,7 @@ class Transport:
                 f" {frame.num_bytes}"
             )
         if self._direct is not None:
-            return self._direct.take_gradients(infos)
+            return self._direct.from_next.take(infos)
         for gradient in gradients:
             self._read_into(link, gradient)
         return gradients
@@ -207,7 +207,7 @@ class Transport:
         if self._direct is None:
             parts += map(_bytes_of, gradients)
         else:
-            self._direct.put_gradients(gradients)
+            self._direct.to_before.put(gradients)
         self._before.write(_GRADIENT, k, parts)
 
     # -- control messages -----------------------------------------------------------------------------------------
@@ -221,18 +221,18 @@ class Transport:
         """Return whether :meth:`receive_part` can be called; always true, since that call waits."""
         return True
 
-    def receive_part(self, mini_batch: int, length: int) -> Tensor:
-        """Wait for the sum of control messages over all later stages, ``length`` fp64 values, and return the sum."""
-        return self._receive_sum(self._after, _PART, mini_batch, length)
+    def receive_part(self, mini_batch: int) -> Tensor:
+        """Wait for the sum of control messages over all later stages, and return it."""
+        return self._receive_sum(self._after, _PART, mini_batch)
 
     def send_total(self, mini_batch: int, vector: Tensor) -> None:
         """Send the sum of control messages over all stages to the next stage, which reads the sum and passes it on."""
         assert self._after is not None, "the last stage has no next stage"
         self._after.write(_TOTAL, mini_batch, [_bytes_of(vector)])
 
-    def receive_total(self, mini_batch: int, length: int) -> Tensor:
-        """Wait for the sum of control messages over all stages, ``length`` fp64 values, and return the sum."""
-        return self._receive_sum(self._before, _TOTAL, mini_batch, length)
+    def receive_total(self, mini_batch: int) -> Tensor:
+        """Wait for the sum of control messages over all stages, and return it."""
+        return self._receive_sum(self._before, _TOTAL, mini_batch)
 
     def announce_drop(self, k: int) -> None:
         """Tell the neighbours that the gradient of the open mini-batch, which ends before microbatch ``k``, is dropped.
@@ -271,9 +271,7 @@ class Transport:
 
     def announce_end(self) -> None:
         """Tell the next stage that no activation follows until both stages have nothing in flight; never waits."""
-        if (
-            self._after is not None and not self._closed
-        ):  # gathering weights drains again after a run, with closed links
+        if self._after is not None and not self._closed:  # after a run, gathering weights drains with closed links
             self._after.write(_END, self._sent, [])
 
     def announce_end_of_run(self) -> None:
@@ -288,14 +286,8 @@ class Transport:
             PeerLostError: the previous stage is gone.
             ProtocolError: the previous stage has a further batch.
         """
-        if self._before is None or self._closed:
-            return
-        frame = self._next(self._before, _END)
-        if frame.number != self._received:
-            raise ProtocolError(
-                f"{self._before.peer} says that it ended before microbatch {frame.number}, but microbatch"
-                f" {self._received} is the next: {frame}"
-            )
+        if self._before is not None and not self._closed:
+            self._next(self._before, _END)
 
     # -- everything -----------------------------------------------------------------------------------------------
 
@@ -306,8 +298,8 @@ class Transport:
         """
         if self._after is not None:
             self._after.wait_for_backlog(backlog)
-        if self._direct is not None:
-            self._direct.wait_for_stage_after(backlog)
+            if self._direct is not None:
+                self._direct.to_next.wait_until_taken(backlog)
 
     def settle(self) -> None:
         """Wait until sends between devices have completed, and free their tensors."""
@@ -337,14 +329,11 @@ class Transport:
             self._put_aside(link, frame, kind)
         return frame
 
-    def _receive_sum(self, link: Link | None, kind: int, mini_batch: int, length: int) -> Tensor:
+    def _receive_sum(self, link: Link | None, kind: int, mini_batch: int) -> Tensor:
         assert link is not None, "there is no stage on that side"
         while (kind, mini_batch) not in self._sums:
             self._put_aside(link, link.read_frame(), kind)
-        vector = self._sums.pop((kind, mini_batch))
-        if vector.numel() != length:
-            raise ProtocolError(f"mini-batch {mini_batch}: {vector.numel()} values instead of {length}")
-        return vector
+        return self._sums.pop((kind, mini_batch))
 
     def _put_aside(self, link: Link, frame: Frame, expected: int) -> None:
         """Process a message that comes before the expected one: a layout, a control message, or an agreed drop."""

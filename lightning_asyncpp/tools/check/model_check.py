@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
-import logging
 import os
 import sys
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -31,6 +29,7 @@ from lightning_asyncpp.core.randomness import random_states, set_random_states
 from lightning_asyncpp.core.schedule import Slack, Staleness
 from lightning_asyncpp.core.settings import ResolvedSettings
 from lightning_asyncpp.errors import ConfigurationError
+from lightning_asyncpp.lightning_cli.messages import quiet
 from lightning_asyncpp.tools.check.record import (
     EQUAL,
     EQUAL_BUT_FOR_ORDER,
@@ -218,12 +217,9 @@ def _possible_hooks(batch: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Suppress logs and warnings; restore the random states at the end."""
-    states, disabled = random_states(), logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    states = random_states()
     try:
-        with warnings.catch_warnings(), mock.patch.dict(os.environ):  # seed_everything() stores the seed there
-            warnings.simplefilter("ignore")
+        with quiet(), mock.patch.dict(os.environ):  # seed_everything() stores the seed there
             yield
     finally:
-        logging.disable(disabled)
         set_random_states(states)

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_asyncpp.core.cut.partition_choice import choose_partition
 from lightning_asyncpp.core.cut.stage import Stage
@@ -90,35 +90,6 @@ class Estimate:
             for stage, (schedule, profile) in enumerate(zip(self.schedules[self.own], self.profiles))
         ]
 
-    @property
-    def fits(self) -> bool:
-        """Whether every stage fits its device."""
-        return max(memory.total for memory in self.memory) <= self.device.room
-
-    @property
-    def samples(self) -> int:
-        """Number of samples per update, over all replicas."""
-        return self.recipe.batch_size * self.recipe.trainer.accumulate_grad_batches * self.settings.data_parallel_size
-
-    @property
-    def tokens(self) -> int | None:
-        """Number of target tokens per update; None unless a batch is a tensor of tokens, (batch, time + 1)."""
-        batch = self.recipe.batch
-        if not isinstance(batch, Tensor) or batch.ndim != 2 or batch.is_floating_point():
-            return None
-        return self.samples * (batch.shape[1] - 1)
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of trained parameters of the whole model; shared ones count once."""
-        return sum(p.numel() for p in self.recipe.model.parameters() if p.requires_grad)
-
-    @property
-    def flops_per_sample(self) -> float:
-        """Floating-point operations of a forward and its backward per sample, recomputation included."""
-        flops = sum(profile.forward.flops + profile.backward.flops for profile in self.profiles)
-        return flops * self.settings.microbatches / self.recipe.batch_size
-
     def _profiles(self) -> list[Profile]:
         """Return the profiles of all stages; identical middle stages are profiled once."""
         tied = {stage for tie in self._whole.ties for stage in tie.stages}
@@ -139,7 +110,7 @@ class Estimate:
         first = sum(self.partition.counts[:index])
         model, num_stages = self.recipe.model, self.settings.num_stages
         stage = Stage(model, index, num_stages, own, first, self._whole, module)
-        batch = map_tensors(empty_like, self._microbatch) if stage.is_first or stage.is_last else None
+        batch = map_tensors(empty_like, self._microbatch) if index in (0, num_stages - 1) else None
         rule, optimizer = self.schedules[self.own][index].stage_rule, self.recipe.optimizer_of(stage)
         if callable(set_delay := getattr(optimizer, "set_delay", None)):
             set_delay(rule.staleness(self.per_update))

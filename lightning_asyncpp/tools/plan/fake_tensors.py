@@ -155,7 +155,7 @@ def kernels_of_gpu() -> Iterator[None]:
     """Replace operators by stand-ins for GPU kernels."""
     # A mode of torch would not be active when the backward recomputes checkpointed activations.
     replacements: list[tuple[Any, str, Any]] = [(F, name, function) for name, function in _REPLACEMENTS.items()]
-    # On a GPU, optimizers work in larger chunks, and a Triton kernel computes a symmetric product in one operator.
+    # On a GPU, optimizers work in larger chunks, and compute a symmetric product in one operator.
     replacements += [
         (error_feedback, "CPU_CHUNK_ELEMENTS", error_feedback.CHUNK_ELEMENTS),
         (newton_schulz, "symmetric_product", newton_schulz.full_product),

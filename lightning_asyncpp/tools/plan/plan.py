@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-import logging
 import textwrap
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, UnsupportedOperatorException
 
 from lightning_asyncpp.core.cut.units import telling
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.lightning_cli.command import read_configuration
-from lightning_asyncpp.tools.parsers import columns, plan_parser
+from lightning_asyncpp.lightning_cli.messages import quiet
+from lightning_asyncpp.tools.parsers import columns, metric, plan_parser
 from lightning_asyncpp.tools.plan.devices import GIB, device_of
 from lightning_asyncpp.tools.plan.estimate import Estimate
 from lightning_asyncpp.tools.plan.recipe import build
@@ -28,19 +27,22 @@ _WIDTH = 120
 
 def as_json(plan: Estimate) -> dict[str, Any]:
     """Return the plan as JSON values: bytes and seconds, except in ``"device"``, which has the units of ``Device``."""
-    settings = plan.settings
+    recipe, settings, batch = plan.recipe, plan.settings, plan.recipe.batch
+    samples = recipe.batch_size * recipe.trainer.accumulate_grad_batches * settings.data_parallel_size
+    has_tokens = isinstance(batch, Tensor) and batch.ndim == 2 and not batch.is_floating_point()  # (batch, time + 1)
+    flops = sum(profile.forward.flops + profile.backward.flops for profile in plan.profiles)
     return {
         "device": asdict(plan.device),
         "settings": asdict(settings) | {"compute_dtype": str(settings.compute_dtype)},
-        "precision": plan.recipe.trainer.precision,
+        "precision": recipe.trainer.precision,
         "partition": {"counts": list(plan.partition.counts), "chosen": plan.partition.source},
-        "devices": plan.recipe.devices,
-        "parameters": plan.num_parameters,
-        "samples_per_update": plan.samples,
-        "tokens_per_update": plan.tokens,
-        "flops_per_sample": plan.flops_per_sample,
+        "devices": recipe.devices,
+        "parameters": sum(p.numel() for p in recipe.model.parameters() if p.requires_grad),
+        "samples_per_update": samples,
+        "tokens_per_update": samples * (batch.shape[1] - 1) if has_tokens else None,
+        "flops_per_sample": flops * settings.microbatches / recipe.batch_size,  # recomputation included
         "room": plan.device.room,
-        "fits": plan.fits,
+        "fits": all(memory.total <= plan.device.room for memory in plan.memory),
         "stages": [_stage(plan, index) for index in range(settings.num_stages)],
         "schedule": plan.own,
         "schedules": {n: {**asdict(pace), "staleness": plan.staleness(n)} for n, pace in plan.paces.items()},
@@ -68,14 +70,14 @@ def table(plan: Mapping[str, Any]) -> str:
 
 def _headline(plan: Mapping[str, Any]) -> list[str]:
     settings, partition = plan["settings"], plan["partition"]
-    tokens = "" if plan["tokens_per_update"] is None else f" ({_count(plan['tokens_per_update'])} tokens)"
+    tokens = "" if plan["tokens_per_update"] is None else f" ({metric(plan['tokens_per_update'])} tokens)"
     ages = ", ".join(f"{age:.3g}" for age in plan["schedules"][plan["schedule"]]["staleness"])
     return textwrap.wrap(
-        f"{_count(plan['parameters'])} parameters in {plan['precision']} on {plan['devices']} x"
+        f"{metric(plan['parameters'])} parameters in {plan['precision']} on {plan['devices']} x"
         f" {plan['device']['name']}: {settings['num_stages']} stages x {settings['data_parallel_size']} replicas,"
         f" partition {partition['counts']} {partition['chosen']}. {plan['schedule']}, lookahead"
         f" {settings['lookahead']}; gradients {ages} updates old. {plan['samples_per_update']} samples{tokens} per"
-        f" update, {settings['microbatches']} microbatches per batch; {_count(plan['flops_per_sample'])}FLOP per"
+        f" update, {settings['microbatches']} microbatches per batch; {metric(plan['flops_per_sample'])}FLOP per"
         " sample, forward and backward",
         _WIDTH,
     )
@@ -91,7 +93,7 @@ def _memory(plan: Mapping[str, Any]) -> list[str]:
         names = stage["layers"]
         rows.append([
             str(index), f"{len(names)}: {' to '.join(dict.fromkeys((names[0], names[-1])))}",
-            _count(stage["parameters"]), *(f"{stage['bytes'][part] / per:.2f}" for part in parts),
+            metric(stage["parameters"]), *(f"{stage['bytes'][part] / per:.2f}" for part in parts),
             str(stage["in_flight"]), "yes" if stage["bytes"]["total"] <= plan["room"] else "NO", f"{busy[index]:.0%}",
         ])  # fmt: skip
     room = f"{plan['room'] / GIB:.1f} GiB"
@@ -134,14 +136,6 @@ def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:,.0f}" if seconds >= 1 else f"{1e3 * seconds:.4g}"
 
 
-def _count(number: float) -> str:
-    """Return a number with a metric prefix."""
-    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number:g} "
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the plan; exit with code 1 if the recipe does not fit.
 
@@ -150,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     own, rest = plan_parser().parse_known_args(argv)
     try:
-        with _quiet():
+        with quiet():  # messages would be about the devices of this machine
             recipe = build(read_configuration(["fit", *rest]), own.devices)
             content = as_json(Estimate(recipe, device_of(own.device, recipe, own.memory, own.mfu)))
     except (DataDependentOutputException, UnsupportedOperatorException) as error:
@@ -165,15 +159,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         Path(own.json).write_text(text + "\n", encoding="utf-8")
     if not content["fits"]:
         raise SystemExit(1)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress warnings and log messages, which would be about the devices of this machine."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
-        try:
-            yield
-        finally:
-            logging.disable(logging.NOTSET)

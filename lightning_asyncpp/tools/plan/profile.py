@@ -33,7 +33,7 @@ class Loopback:
     def receive_activation(self, k: int) -> Arrival:
         """Return new tensors with the shapes of the previous stage's activations."""
         assert self.arriving is not None
-        return Arrival(self.arriving, tuple(info.empty(torch.device("cpu")) for info in self.arriving.tensors))
+        return Arrival(self.arriving, tuple(info.empty(torch.device("cpu")) for info in self.arriving.layout.tensors))
 
     def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
         """Keep the header."""

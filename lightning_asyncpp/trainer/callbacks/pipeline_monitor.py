@@ -12,6 +12,7 @@ from lightning.fabric.utilities.throughput import get_available_flops
 from lightning_asyncpp.core.ranks.agreement import exchange
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.trace import HOST, Clock, Moment, Reader, Span, utilisation
+from lightning_asyncpp.data.replica import replica_of
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.recording import follow
 from lightning_asyncpp.trainer.base import PipelineStrategy
@@ -33,34 +34,8 @@ class _Batch(NamedTuple):
 class PipelineMonitor(L.Callback):
     """Callback that logs throughput and the utilisation of the pipeline, averaged over the last batches.
 
-    Under any strategy:
-
-    - ``tokens_per_second``: throughput of all replicas, as if all were as fast as the first. The time of validations
-      does not count. The module's ``microbatch_weight`` counts the tokens of a batch.
-    - ``tokens_seen``: tokens since the training began; checkpoints keep the number for resumed runs.
-    - ``mfu`` (model FLOPs utilisation): operations of the model as a share of the devices' peak, 0 to 1. The module
-      gives the operations of a forward and its backward: ``flops_per_batch``, for the whole model and the batch of one
-      replica, or ``flops_per_token``. ``measure_flops`` of ``lightning.fabric.utilities`` counts them on the meta
-      device. The peak of a device is the one that Lightning knows, or ``peak_flops``.
-
-    Under a pipeline also:
-
-    - ``gradient_norm``: 2-norm of the newest update's gradient over all stages, before clipping. The newest update is
-      usually that of the previous batch.
-    - ``bubble``: share of the time in which the last stage runs neither a forward nor a backward, 0 to 1: flushes,
-      updates, the loader and the Trainer's work.
-    - ``gradient_staleness``: delay of the newest gradient in updates, a mean over the microbatches of a mini-batch and
-      over the trained parameters of all stages: 0 with a flush; 1 with ``staleness="uniform"`` once the delay has
-      begun.
-
-    On a GPU these values include a batch once the device has finished it, usually one or two batches later. They need
-    no communication: rank 0, the last stage of the first replica, measures only itself, and computes the staleness from
-    the schedules of all stages.
-
-    After each validation and each training epoch of a pipeline on GPUs, the loggers receive ``peak_memory_stage_0``,
-    ...: torch's peak of allocated memory on each stage, the largest over its replicas, in GB. This needs communication.
-
-    Throughput, ``mfu`` and ``bubble`` are also shown in the progress bar.
+    ``docs/guides/tracing.md`` lists the values. Rank 0, the last stage of the first replica, measures only itself; the
+    peak memory of the stages, on GPUs after each validation and epoch, is the only value that needs communication.
 
     Args:
         window: number of batches that are averaged.
@@ -185,7 +160,7 @@ class PipelineMonitor(L.Callback):
         per_batch, per_token = (getattr(pl_module, name, None) for name in ("flops_per_batch", "flops_per_token"))
         done = float(per_token or 0.0) * tokens
         if per_batch is not None:
-            done = float(per_batch) * len(self._recent) * _replicas(trainer)
+            done = float(per_batch) * len(self._recent) * replica_of(trainer)[0]
         return done / seconds / (self._peak * trainer.world_size) if self._peak and done else None
 
     def _bubble(self, seconds: float) -> float:
@@ -201,11 +176,6 @@ def _log(pl_module: L.LightningModule, name: str, value: float) -> None:
     pl_module.log(name, tensor, prog_bar=name in _IN_BAR, rank_zero_only=True, on_step=True, on_epoch=False)
 
 
-def _replicas(trainer: L.Trainer) -> int:
-    sampler = trainer.distributed_sampler_kwargs
-    return 1 if sampler is None else int(sampler["num_replicas"])
-
-
 def _tokens(trainer: L.Trainer, pl_module: L.LightningModule, batch: Any) -> float:
     """Return the number of tokens of a batch over all replicas; 0 if the module does not count them."""
     weigh = getattr(pl_module, "microbatch_weight", None)
@@ -213,7 +183,7 @@ def _tokens(trainer: L.Trainer, pl_module: L.LightningModule, batch: Any) -> flo
         return 0.0
     weighed = getattr(trainer.strategy, "batch_weight", None)
     # `batch` may be on a GPU, for which the host would wait; a pipeline has already counted its tokens on the host.
-    return float(weigh(batch) if weighed is None else weighed) * _replicas(trainer)
+    return float(weigh(batch) if weighed is None else weighed) * replica_of(trainer)[0]
 
 
 def _staleness(trainer: L.Trainer) -> float | None:

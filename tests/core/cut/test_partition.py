@@ -78,7 +78,6 @@ def test_the_model_knows_best() -> None:
     model = four_lines(3, 1, 1, 1.0)
     partition = choose_partition(model, 0, 2, "auto", example(torch.ones(2, 4)))
     assert partition.counts == (1, 3)
-    assert partition.uniform == (2, 2)
     assert partition.describe() == "partition=[1, 3] by pipeline_costs(), busiest stage 1.00 times the mean"
 
 
@@ -115,8 +114,8 @@ def test_a_model_that_was_cut_before() -> None:
     cut(model, 1, 2, 0, CPU, counts=[1, 3])
     again = choose_partition(model, 1, 2, "auto", Example(pytest.fail, CPU))  # type: ignore[arg-type]
     assert again.describe() == "partition=[1, 3] as the model was cut before"
-    assert again.uniform == (3, 1)  # that layer 0 had parameters, and layer 1 had none, is known
-    assert choose_partition(model, 1, 2, "uniform").counts == (3, 1)
+    even = choose_partition(model, 1, 2, "uniform")
+    assert even.counts == (3, 1)  # that layer 0 had parameters, and layer 1 had none, is known
     with pytest.raises(ConfigurationError, match="cannot be cut with partition="):
         cut(model, 1, 2, 0, CPU, counts=[3, 1])
     with pytest.raises(ConfigurationError, match=r"was already cut to stage . of 2 and cannot be cut to stage . of 3"):

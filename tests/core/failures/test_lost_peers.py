@@ -34,7 +34,7 @@ OF_ANOTHER = {
 @pytest.mark.parametrize("name", OF_THIS_RANK)
 def test_what_this_rank_says_itself_stays_the_first_cause(name: str) -> None:
     watch, error = FailureWatch(), OF_THIS_RANK[name]
-    with pytest.raises(type(error)) as caught, watch.collective(), lost_peers("rank 3"):
+    with pytest.raises(type(error)) as caught, watch.collective(), lost_peers():
         raise error
     assert caught.value is error
     assert watch.failure is None
@@ -42,5 +42,5 @@ def test_what_this_rank_says_itself_stays_the_first_cause(name: str) -> None:
 
 @pytest.mark.parametrize("name", OF_ANOTHER)
 def test_a_broken_connection_is_a_lost_peer(name: str) -> None:
-    with pytest.raises(PeerLostError, match=r"^rank 3 is gone"), lost_peers("rank 3"):
+    with pytest.raises(PeerLostError, match=r"^a rank is gone"), lost_peers():
         raise OF_ANOTHER[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ SHAPES = [(2, 1), (4, 1), (3, 2), (5, 3), (1, 4)]
 class Splitting:
     """Stands for ``torch.distributed`` over NCCL, on one rank: a group is the list of its ranks."""
 
+    group = SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=0))
+
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.splits: list[list[list[int]]] = []
@@ -28,7 +31,7 @@ class Splitting:
         return self.rank
 
     def get_backend(self, group: object = None) -> str:
-        return "fake"
+        return "nccl"
 
     def new_group(self, ranks: list[int] | None, timeout: object, backend: str | None, pg_options: object) -> str:
         assert ranks is None, "every other rank would have to split, too"
@@ -49,7 +52,6 @@ def test_nccl_splits_as_rarely_as_can_be(stages: int, replicas: int, monkeypatch
         fake = Splitting(rank)
         for module in (mesh_module, process_groups):
             monkeypatch.setattr(module, "dist", fake)
-        monkeypatch.setattr(process_groups, "splits", lambda: True)
         monkeypatch.setattr(mesh_module, "neighbour_options", lambda: None)
         mesh = Mesh(stages, replicas, rank)
         mesh.connect(direct=stages > 1)

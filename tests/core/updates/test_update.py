@@ -20,8 +20,7 @@ def launched(
     gradients: dict[str, Any], stop: StopFlags | None = None, index: int = 0, tied: TiedGradients | None = None
 ) -> MiniBatch:
     """A mini-batch of one process with this gradient."""
-    mini_batch = MiniBatch(Mesh(1, 1, 0), index, index, weight=2.0, tied=tied)
-    mini_batch.complete(index + 1, num_statistics=0)
+    mini_batch = MiniBatch(Mesh(1, 1, 0), index, index, end=index + 1, weight=2.0, tied=tied)
     mini_batch.launch(gradients, torch.zeros(0), stop or StopFlags(), {})
     return mini_batch
 
