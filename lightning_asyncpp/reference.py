@@ -29,7 +29,8 @@ from lightning_asyncpp.core.randomness import generator_states, seed_generators,
 
 Weights = dict[Tensor, Tensor]  # parameter or buffer -> its value
 K = TypeVar("K")
-Held = tuple[Sequence[nn.Parameter], int]  # a stage's parameters, and its number h of microbatches on older weights
+StaleCount = tuple[Sequence[nn.Parameter], int]
+"""A stage's parameters, and its number h of microbatches on older weights."""
 
 
 def train_reference(
@@ -46,7 +47,7 @@ def train_reference(
     weight: Callable[[Any], float] = number_of_samples,
     split: Callable[[Any, int], list[Any]] = split_batch,
     skip_nonfinite: bool = False,
-    held: Sequence[Held] = (),
+    stale_counts: Sequence[StaleCount] = (),
     exact_norm: bool = False,
     replicas: int = 1,
     synchronous_start: int = 0,
@@ -57,7 +58,7 @@ def train_reference(
     """Train ``model`` in place: W_{t+1} = W_t - U(g_t), with optimizer U and the gradient g_t at W_{max(t - delay, 0)}.
 
     W_t are the weights before update t. With a synchronous start of N mini-batches, the first N gradients are taken at
-    W_t, later ones at W_{max(t - delay, N)}. On a stage that ``held`` lists, only the first h microbatches of a
+    W_t, later ones at W_{max(t - delay, N)}. On a stage that ``stale_counts`` lists, only the first h microbatches of a
     mini-batch run on the weights of this rule, and the later ones on W_t. Auxiliary losses of layers are added to the
     loss. Buffers that layers change once per update are part of W.
 
@@ -71,19 +72,19 @@ def train_reference(
         delay: 1 for PipeDream-2BW, 0 for synchronous training.
         max_norm: largest 2-norm of the gradient; a larger gradient is scaled down to it.
         error_feedback: strength in W_{t+1} = W_t - (u_t + strength * (u_t - u_{t-1})), where u_t is the base
-            optimizer's step. On a stage in ``held``, the strength is multiplied by phi, the share of microbatches that
-            run on the older weights.
+            optimizer's step. On a stage in ``stale_counts``, the strength is multiplied by phi, the share of
+            microbatches that run on the older weights.
         after_update: function called after every update, for schedulers.
         weight: microbatch -> its weight in the mean loss.
         split: (batch, number of microbatches) -> microbatches.
         skip_nonfinite: skip updates whose gradient is not finite, instead of raising.
-        held: for each listed stage, its parameters and h; a shared parameter is listed on each of its stages. From
-            mini-batch N on, the parameters that are on the same listed stages are a part of the gradient that is
+        stale_counts: for each listed stage, its parameters and h; a shared parameter is listed on each of its stages.
+            From mini-batch N on, the parameters that are on the same listed stages are a part of the gradient that is
             clipped by the larger one of its own norm and the norm of the previous mini-batch's whole gradient (0 in the
             first mini-batch). Error feedback does not correct listed stages with h = 0.
         replicas: number of replicas R. A mini-batch lists its batches in groups of R, one batch per replica. Every
             replica runs h microbatches on the older weights.
-        exact_norm: clip the gradients of ``held``, too, by the norm of the current mini-batch's whole gradient.
+        exact_norm: clip the gradients of ``stale_counts``, too, by the norm of the current mini-batch's whole gradient.
         synchronous_start: number N of mini-batches without delay. Error feedback takes its first u at update N, and
             corrects from update N + 1 on.
         weight_dtype: dtype of the weights W. The optimizer's parameters are then masters Y, and W_t is Y_t rounded.
@@ -96,7 +97,7 @@ def train_reference(
     Returns:
         Weighted mean loss of each mini-batch, without losses that are NaN; NaN if all are.
     """
-    run = Trajectory(model, delay, held, exact_norm, synchronous_start, weight_dtype)
+    run = Trajectory(model, delay, stale_counts, exact_norm, synchronous_start, weight_dtype)
     losses = []
     k = first_microbatch
     for batches in mini_batches:
@@ -110,7 +111,7 @@ def train_reference(
         if gradient.is_usable(skip_nonfinite):
             run.update(optimizer, gradient, max_norm, error_feedback, len(slots) // replicas)
         else:
-            run.stay()
+            run.next_mini_batch()
         if after_update is not None:
             after_update()
     return losses
@@ -161,7 +162,7 @@ class Trajectory:
     """Weight versions W_{t-1} and W_t, and the choice between them for each microbatch of mini-batch t.
 
     Args:
-        model, delay, held, exact_norm, synchronous_start: see :func:`train_reference`.
+        model, delay, stale_counts, exact_norm, synchronous_start: see :func:`train_reference`.
         dtype: ``weight_dtype`` of :func:`train_reference`.
     """
 
@@ -169,7 +170,7 @@ class Trajectory:
         self,
         model: nn.Module,
         delay: int = 1,
-        held: Sequence[Held] = (),
+        stale_counts: Sequence[StaleCount] = (),
         exact_norm: bool = False,
         synchronous_start: int = 0,
         dtype: torch.dtype | None = None,
@@ -180,16 +181,16 @@ class Trajectory:
         self.parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
         self.buffers = versioned_buffers(model)
         self.t = 0
-        self.take()
+        self.record_weights()
         self.before = self.newest
-        numbers: dict[Tensor, int] = {p: h for parameters, h in held for p in parameters}
-        owned = [set(parameters) for parameters, _ in held]
+        numbers: dict[Tensor, int] = {p: h for parameters, h in stale_counts for p in parameters}
+        owned = [set(parameters) for parameters, _ in stale_counts]
         self.stages = {p: tuple(stage for stage, own in enumerate(owned) if p in own) for p in numbers}
-        self.held = {x: h for x, h in _with_buffers(model, numbers).items() if x in self.newest}
+        self.num_stale = {x: h for x, h in _with_buffers(model, numbers).items() if x in self.newest}
         self.step_before: Weights = {}  # u_{t-1} of parameters that have been updated
         self.norm_before = 0.0
 
-    def take(self, ahead: Weights | None = None) -> None:
+    def record_weights(self, ahead: Weights | None = None) -> None:
         """Copy W_t from the model; with ``dtype``, W_t is rounded from ``ahead`` where given, else from masters Y_t."""
         self.masters = values_of(self.parameters)
         self.newest = _rounded(self.masters | (ahead or {}), self.dtype) | values_of(self.buffers)
@@ -202,17 +203,17 @@ class Trajectory:
             slot: slot of the microbatch: its index among the microbatches of all replicas.
         """
         is_delayed = self.delay > 0 and self.t > self.start
-        newest = {tensor: self.newest[tensor] for tensor, h in self.held.items() if places[slot] >= h}
+        newest = {tensor: self.newest[tensor] for tensor, h in self.num_stale.items() if places[slot] >= h}
         load((self.before if is_delayed else self.newest) | newest)
 
-    def stay(self) -> None:
-        """Go on to mini-batch t + 1 without an update: W_{t+1} = W_t."""
+    def next_mini_batch(self) -> None:
+        """Go on to t + 1; without ``record_weights`` W_{t+1} = W_t."""
         self.before = self.newest
         self.t += 1
 
     def staleness(self, parameter: Tensor, count: int) -> float:
         """Return phi, a gradient's mean age in updates: the share of its ``count`` microbatches on older weights."""
-        return self.delay * min(self.held.get(parameter, count) / count, 1.0) if self.t >= self.start else 0.0
+        return self.delay * min(self.num_stale.get(parameter, count) / count, 1.0) if self.t >= self.start else 0.0
 
     def norms(self, gradient: MeanGradient, norm: float) -> dict[Tensor, float]:
         """Return the norm by which each parameter's gradient is clipped: ``norm``, that of all gradients, if known.
@@ -242,13 +243,13 @@ class Trajectory:
         optimizer.zero_grad()
         ahead: Weights = {}
         if strength is not None and self.t >= self.start:
-            step = {p: self.masters[p] - p.detach() for p in moved if self.held.get(p) != 0}  # u_t
+            step = {p: self.masters[p] - p.detach() for p in moved if self.num_stale.get(p) != 0}  # u_t
             strengths = {p: strength * self.staleness(p, count) for p in step}
             ahead = (_feed_back if self.dtype is None else _look_ahead)(step, self.step_before, strengths)
             self.step_before = step
         update_buffers(self.model, gradient.counts)
-        self.stay()
-        self.take(ahead)
+        self.next_mini_batch()
+        self.record_weights(ahead)
 
 
 @torch.no_grad()
@@ -399,11 +400,11 @@ def _look_ahead(step: Weights, before: Weights, strengths: dict[Tensor, float]) 
     return {p: torch.sub(p.detach(), u, alpha=strengths[p]) for p, u in step.items()}
 
 
-def _with_buffers(model: nn.Module, held: Mapping[Tensor, int]) -> dict[Tensor, int]:
-    """Return ``held`` extended by the versioned buffers of its parameters' units, each with its unit's h."""
-    found = dict(held)
+def _with_buffers(model: nn.Module, stale_counts: Mapping[Tensor, int]) -> dict[Tensor, int]:
+    """Return ``stale_counts`` extended by the versioned buffers of its parameters' units, each with its unit's h."""
+    found = dict(stale_counts)
     for unit in pipeline_units(model):
-        numbers = [held[p] for p in unit.module.parameters() if p in held]
+        numbers = [stale_counts[p] for p in unit.module.parameters() if p in stale_counts]
         if numbers:
             found |= dict.fromkeys(versioned_buffers(unit.module), numbers[0])
     return found

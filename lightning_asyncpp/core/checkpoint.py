@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from lightning_asyncpp.core.cut.ties import check_copies, keep_once
 from lightning_asyncpp.core.first_cause import AtExit, uncaught
 from lightning_asyncpp.core.host_copies import as_bytes, pieces_on_host
-from lightning_asyncpp.core.ranks.agreement import exchange, in_same_call, together
+from lightning_asyncpp.core.ranks.agreement import all_gather_object, call_and_agree, in_same_call
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.stage_optimizer import name_of
@@ -216,7 +216,7 @@ def load_model_state(session: PipelineSession, module: nn.Module, state: Mapping
         with pruned.showing(False):
             pruned.load(module, state, strict)
 
-    together(engine.mesh, load)
+    call_and_agree(engine.mesh, load)
     engine.weights.restore(engine.weights.newest)
 
 
@@ -246,10 +246,9 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
     found = {name: find(state[MASTERS], name) for name in engine.weights.masters()}
     masters = {name: master for name, master in found.items() if master is not None}  # frozen parameters had no masters
     engine.load_state_dict(state["engine"], older if state[OLDER] else {}, masters)
-    session.set_delay()  # the age of the gradients depends on the mini-batch that was just loaded
     session.seed = int(state["seed"])
-    for part in (engine, *engine.parts):
-        part.runner.seed = session.seed
+    for each in (engine, *engine.stage_engines):
+        each.runner.seed = session.seed
 
 
 def rank_to_follow(mesh: Mesh, state: Mapping[str, Any]) -> int:
@@ -305,7 +304,7 @@ class CheckpointWriter:
             self._run(lambda group: _write_folder(mesh, group, target, content))
         else:
             write = partial(write_file, content) if mesh.rank == 0 else _nothing
-            self._run(lambda group: together(mesh, write, group))
+            self._run(lambda group: call_and_agree(mesh, write, group))
 
     def remove(self, remove: Callable[[], None]) -> None:
         """Remove an older checkpoint once all pending saves have succeeded; keep it if one fails."""
@@ -352,8 +351,8 @@ class CheckpointWriter:
                 " machines share, or use state_dict_type='full', which one rank writes"
             )
         chosen: list[Target] = []
-        together(mesh, (lambda: chosen.append(new_target(folder))) if mesh.rank == 0 else _nothing)
-        return exchange(mesh, chosen)[0][0]
+        call_and_agree(mesh, (lambda: chosen.append(new_target(folder))) if mesh.rank == 0 else _nothing)
+        return all_gather_object(mesh, chosen)[0][0]
 
     def _run(self, job: Callable[[dist.ProcessGroup | None], None]) -> None:
         """Run a collective job at once, or in the background in a separate process group."""
@@ -371,9 +370,9 @@ def _write_folder(mesh: Mesh, group: dist.ProcessGroup | None, target: Target, p
     own: list[tuple[str, int]] = []
     try:
         writes = mesh.replica == 0
-        together(mesh, (lambda: own.append(write_part(target, mesh.stage, part))) if writes else _nothing, group)
-        files = dict(sorted(file for written in exchange(mesh, own, group) for file in written))
-        together(mesh, partial(commit, target, files) if mesh.rank == 0 else _nothing, group)
+        call_and_agree(mesh, (lambda: own.append(write_part(target, mesh.stage, part))) if writes else _nothing, group)
+        files = dict(sorted(file for written in all_gather_object(mesh, own, group) for file in written))
+        call_and_agree(mesh, partial(commit, target, files) if mesh.rank == 0 else _nothing, group)
     except BaseException:
         if mesh.rank == 0:
             give_up(target)

@@ -8,8 +8,9 @@ the Trainer this replaces Lightning's ``clip_grad_by_norm``. With Fabric, ``fabr
 
 By default a stage steps before the control message has arrived (:meth:`.Schedule.steps_ahead`). Then it clips by the
 larger one of two norms that it knows (:func:`larger`): that of the previous mini-batch's gradient, and that of its own
-part of this gradient, so that a gradient that has suddenly grown is clipped, too. What several stages share is a part
-of its own. The first mini-batch has no previous one. So it runs without delay, and its update waits for the norm.
+part of this gradient, so that a gradient that has suddenly grown is clipped, too. Parameters tied across the same
+stages form a clipping group of their own, so that their copies stay equal. The first mini-batch has no
+previous one. So it runs without delay, and its update waits for the norm.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.host_copies import HostBatch
 from lightning_asyncpp.core.microbatch import BatchOutput, Slot, Step, UserHooks
 from lightning_asyncpp.core.randomness import preserved_generators
-from lightning_asyncpp.core.ranks.agreement import agree_on_error, together
+from lightning_asyncpp.core.ranks.agreement import agree_on_error, call_and_agree
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.core.runner import Flight, StageBeforeFailedError, Task, stage_runner
+from lightning_asyncpp.core.runner import Flight, ForwardTask, StageBeforeFailedError, stage_runner
 from lightning_asyncpp.core.schedule import Action, Kind, Schedule
 from lightning_asyncpp.core.settings import ResolvedSettings
 from lightning_asyncpp.core.trace import Activity
@@ -87,13 +87,13 @@ class Engine:
         self._flights: dict[int, Flight] = {}
 
     @property
-    def parts(self) -> Sequence[Engine]:
+    def stage_engines(self) -> Sequence[Engine]:
         """Engines of the stages that this process runs."""
         return [self]
 
     def schedules(self) -> list[Schedule]:
         """Return the schedules of all stages."""
-        whole = self.parts[0].stage.whole
+        whole = self.stage_engines[0].stage.whole
         return [whole.schedule(self.settings, stage) for stage in range(self.settings.num_stages)]
 
     @property
@@ -104,12 +104,14 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether nothing is in flight and no update is outstanding."""
-        return all(part.next_backward == part.next_forward and not part.updates.pending for part in self.parts)
+        return all(
+            engine.next_backward == engine.next_forward and not engine.updates.pending for engine in self.stage_engines
+        )
 
     @property
     def drained(self) -> bool:
         """Whether nothing has run since the last drain, on any stage; :attr:`idle` is about this stage only."""
-        return all(part.idle and part._drained == part.next_forward for part in self.parts)
+        return all(engine.idle and engine._drained == engine.next_forward for engine in self.stage_engines)
 
     def ended_as_agreed(self) -> bool:
         """Return whether all ranks know of a request to interrupt the run, and this rank has nothing in flight."""
@@ -121,25 +123,25 @@ class Engine:
         return self.next_forward > self.updates.open.first
 
     @property
-    def at_newest(self) -> bool:
+    def next_batch_may_use_newest(self) -> bool:
         """Whether some microbatches of the next batch, in mini-batch t, may run on W_t (weights before update t)."""
-        return self.schedule.staleness == "least" or self.schedule.pipeline_rule.at_newest(self.mini_batch)
+        return self.schedule.staleness == "least" or self.schedule.pipeline_rule.all_at_newest(self.mini_batch)
 
-    def run(self, batch: Any, step: Step, afterwards: Callable[[], object] = lambda: None) -> BatchOutput:
+    def run(self, batch: Any, step: Step, after_update: Callable[[], object] = lambda: None) -> BatchOutput:
         """Run a training batch: its forwards, and the backwards (also of earlier batches) and update that are due.
 
         Args:
             batch: the batch on the first and the last stage; ignored on stages between them.
             step: the user's step, called with a microbatch and its weight.
-            afterwards: function called after an update that was due between two microbatches; it may change weights.
+            after_update: function called after an update that was due between two microbatches; it may change weights.
         """
         with preserved_generators(self.runner.device):
-            return self._run_all(lambda engine: engine.iter_batch(batch, step, afterwards))[-1]
+            return self._run_all(lambda engine: engine.iter_batch(batch, step, after_update))[-1]
 
-    def iter_batch(self, batch: Any, step: Step, afterwards: Callable[[], object]) -> Actions[BatchOutput]:
+    def iter_batch(self, batch: Any, step: Step, after_update: Callable[[], object]) -> Actions[BatchOutput]:
         """Run a training batch action by action; see :meth:`run`."""
         count = self.settings.microbatches
-        slots = self._slots(batch) if self._checked else together(self.mesh, partial(self._slots, batch))
+        slots = self._slots(batch) if self._checked else call_and_agree(self.mesh, partial(self._slots, batch))
         self._in_evaluation = {module for module in self._modules if not module.training}
         if not self.updates.pending:  # hooks may change weights while no update is outstanding
             self.weights.adopt()
@@ -151,14 +153,14 @@ class Engine:
         for action in self.schedule.batch(first + done, count - done, self.next_backward, opened.index, opened.first):
             yield action
             if action.kind is Kind.UPDATE:
-                updates.apply_held()
-                afterwards()
+                updates.step_mid_batch()
+                after_update()
             elif action.kind is Kind.FORWARD:
                 flights.append(self._forward(action.index, slots[action.index - first], step))
             else:
                 self._backward(action.index)
             if updates.busy:
-                updates.poll(self.next_backward)
+                updates.progress(self.next_backward)
         weighted = [flight for flight in flights if flight.weight]
         return BatchOutput([flight.result for flight in weighted], [flight.weight for flight in weighted])
 
@@ -167,10 +169,10 @@ class Engine:
 
         The next batch then begins the same mini-batch anew.
         """
-        for part in self.parts if self.accumulating else ():
-            if part.runner.transport is not None:
-                part.runner.transport.announce_drop(part.next_forward)
-            part.updates.drop_open(part.next_forward, part.next_backward)
+        for engine in self.stage_engines if self.accumulating else ():
+            if engine.runner.transport is not None:
+                engine.runner.transport.announce_drop(engine.next_forward)
+            engine.updates.drop_open(engine.next_forward, engine.next_backward)
 
     def complete(self, hyper_parameters: HyperParameters | None = None, note: Any = None) -> None:
         """Complete the mini-batch: all batches since the last call share one update.
@@ -188,7 +190,7 @@ class Engine:
         self.updates.complete(self.next_forward, hyper_parameters, note)
         if flushes:
             yield from self._iter_backwards()
-        self.updates.poll(self.next_backward)
+        self.updates.progress(self.next_backward)
 
     def apply_due(self) -> list[Update]:
         """Apply the updates that are due; return all updates applied since the last call, in order.
@@ -217,8 +219,8 @@ class Engine:
             torch.inference_mode(False), torch.enable_grad(), preserved_generators(self.runner.device),
             self.runner.span(Activity.DRAIN, self.mini_batch), ExitStack() as modes,
         ):  # fmt: skip
-            for part in self.parts:
-                modes.enter_context(part.modes_of_forwards())
+            for engine in self.stage_engines:
+                modes.enter_context(engine.modes_of_forwards())
             return self._run_all(Engine.iter_drain)[0]
 
     def iter_drain(self) -> Actions[list[Update]]:
@@ -227,7 +229,7 @@ class Engine:
         if transport is not None:
             transport.announce_end()  # before the backwards: a neighbour may be waiting for a batch
         yield from self._iter_backwards()
-        self.updates.poll(self.next_backward)
+        self.updates.progress(self.next_backward)
         if transport is not None:
             transport.expect_end()  # after the backwards: now the previous stage has all that it needs to end
         yield from self.updates.iter_all()
@@ -255,7 +257,7 @@ class Engine:
             slots = self._slots(batch)
             with preserved_generators(self.runner.device):
                 for slot in slots:
-                    task = Task(
+                    task = ForwardTask(
                         self.evaluated, newest, weights, slot.content, slot.fingerprint, step, purpose, slot.weight
                     )
                     flights.append(self.runner.forward(task))
@@ -295,10 +297,10 @@ class Engine:
         self, state: Mapping[str, Any], older: Mapping[str, Tensor], masters: Mapping[str, Tensor]
     ) -> None:
         """Load counters, older weights and masters (fp32 weights that the optimizer updates), after the parameters."""
-        for part in self.parts:
-            part.next_forward = part.next_backward = part._drained = state["microbatch"]
-            part.updates.begin_at(state["mini_batch"], state["microbatch"])
-            part.updates.last_norm = state.get("norm")
+        for engine in self.stage_engines:
+            engine.next_forward = engine.next_backward = engine._drained = state["microbatch"]
+            engine.updates.begin_at(state["mini_batch"], state["microbatch"])
+            engine.updates.last_norm = state.get("norm")
         self.evaluated = state.get("evaluated", 0)
         self.weights.restore(state["version"], older, masters)
 
@@ -322,18 +324,20 @@ class Engine:
     def _forward(self, k: int, slot: Slot, step: Step) -> Flight:
         opened = self.updates.open
         version = self.schedule.stage_rule.version(opened.index, k - opened.first)
-        task = Task(k, version, self.weights.leaves(version), slot.content, slot.fingerprint, step, weight=slot.weight)
+        task = ForwardTask(
+            k, version, self.weights.leaves(version), slot.content, slot.fingerprint, step, weight=slot.weight
+        )
         flight = self._flights[k] = self.runner.forward(task)
         self.next_forward = k + 1
         opened.weight += flight.weight
         if flight.weight and flight.collected.statistics:
             for layer, counts in flight.collected.take_statistics().items():
-                opened.counted.add(layer, counts)
+                opened.collected.add(layer, counts)
         return flight
 
     def _backward(self, k: int) -> None:
         flight = self._flights.pop(k)
-        weights = self.weights.sum_at(flight.version)
+        weights = self.weights.leaves_for_backward(flight.version)
         if self.updates.reduces:
             with self.updates.reducing(k, weights):
                 self.runner.backward(flight, weights)
@@ -360,7 +364,7 @@ class Engine:
         yield Action(Kind.BACKWARD, k)
         try:
             self._backward(k)
-            self.updates.poll(self.next_backward)
+            self.updates.progress(self.next_backward)
         except ConfigurationError as caught:
             error = caught
             self.runner.send_input_gradients(flight)
@@ -374,7 +378,7 @@ class Engine:
             yield action
             self._backward(action.index)
             if self.updates.busy:
-                self.updates.poll(self.next_backward)
+                self.updates.progress(self.next_backward)
 
     @contextmanager
     def modes_of_forwards(self) -> Iterator[None]:

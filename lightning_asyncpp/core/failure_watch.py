@@ -56,7 +56,7 @@ class FailureWatch:
     def __init__(self) -> None:
         self.failure: BaseException | None = None
         self.children: list[subprocess.Popen] = []
-        self._adopted: list[subprocess.Popen] = []
+        self._taken_over: list[subprocess.Popen] = []
         self._mesh: Mesh | None = None
         self._transport: Transport | None = None
         self._agreed_end: Callable[[], bool] | None = None
@@ -64,7 +64,7 @@ class FailureWatch:
         self._first: FirstCause | None = None
         self._at_exit: AtExit | None = None
         self._deadline: threading.Timer | None = None
-        self._outlast: Callable[[], None] | None = None
+        self._wait_for_children: Callable[[], None] | None = None
 
     def start(self, mesh: Mesh) -> None:
         """Begin to watch the other ranks, if there are any, for failures; a collective call.
@@ -77,10 +77,12 @@ class FailureWatch:
         self._mesh = mesh
         if mesh.groups is None or self._first is not None:
             return
-        self._outlast = None
+        self._wait_for_children = None
         key = broadcast(mesh, f"lightning_asyncpp/{secrets.token_hex(8)}", 0)
         watch = weakref.ref(self)  # weak, since the thread and the exit handler must not keep a session alive
-        self._first = FirstCause(key, mesh.name_of(0), lambda cause: _call(watch, FailureWatch._learn, cause))
+        self._first = FirstCause(
+            key, mesh.name_of(0), lambda cause: _call(watch, FailureWatch._on_remote_failure, cause)
+        )
         self._at_exit = AtExit(lambda: _call(watch, FailureWatch._end_process))
         weakref.finalize(self, _stop_watching, self._first, self._at_exit).atexit = False
 
@@ -122,14 +124,18 @@ class FailureWatch:
             self.cancel_deadline()
         ends_well = isinstance(error, SystemExit) and error.code in (None, 0)  # a planned end
         if not (ends_well or (self._agreed_end is not None and self._agreed_end())):
-            self._tell(error)
+            self._report(error)
         if is_first:
             self._disconnect_soon(error)
+
+    def reset(self) -> None:
+        """Forget the failure, before a new run."""
+        self.failure = None
 
     def set_deadline(self) -> None:
         """End this process after :data:`LEAVE_SECONDS`, unless :meth:`cancel_deadline` is called before."""
         if self._first is not None:
-            self._deadline = threading.Timer(LEAVE_SECONDS, self._leave_now)
+            self._deadline = threading.Timer(LEAVE_SECONDS, self._kill_process)
             self._deadline.daemon = True
             self._deadline.start()
 
@@ -165,7 +171,7 @@ class FailureWatch:
 
     # -- an error of this rank ------------------------------------------------------------------------------------
 
-    def _tell(self, error: BaseException) -> None:
+    def _report(self, error: BaseException) -> None:
         """Report an error of this rank; if it is a lost connection, the first cause replaces the error's text."""
         if self._first is None or self._mesh is None:
             return
@@ -175,9 +181,9 @@ class FailureWatch:
         met = peer_lost(None, error) if is_lost and not isinstance(error, PeerLostError) else error
         cause = self._first.report(Cause.of(met, self._mesh.name_of(self._mesh.rank)), CAUSE_SECONDS)
         if is_lost:
-            error.args = (self._words(cause),)
+            error.args = (self._message_for_this_rank(cause),)
         if not isinstance(error, KeyboardInterrupt):
-            self._adopt(0.0 if is_alike(error) else CAUSE_SECONDS)
+            self._take_over_children(0.0 if is_alike(error) else CAUSE_SECONDS)
 
     def _disconnect_soon(self, error: BaseException) -> None:
         """End this rank's connections in the background.
@@ -191,19 +197,19 @@ class FailureWatch:
 
     # -- an error of another rank ----------------------------------------------------------------------------------
 
-    def _learn(self, cause: Cause) -> None:
+    def _on_remote_failure(self, cause: Cause) -> None:
         """End this rank's waits after another rank's failure, so that this script ends; runs in the watch's thread."""
         with _DECIDING:
             if self.failure is not None:
                 return  # the script already has an error, which fail() handles
-            self._adopt(CAUSE_SECONDS)
+            self._take_over_children(CAUSE_SECONDS)
             self.set_deadline()
-        error = PeerLostError(self._words(cause))
+        error = PeerLostError(self._message_for_this_rank(cause))
         grace = GRACE_SECONDS if cause.trace else 0.0  # all ranks may be about to raise the same error
         background.run_later(grace, lambda: self._give_up(error))
         background.run_later(2 * grace, self._give_up_default_group)
 
-    def _words(self, cause: Cause) -> str:
+    def _message_for_this_rank(self, cause: Cause) -> str:
         """Return the message for this rank: the full text on rank 0, where users look; one line on other ranks."""
         return cause.line if self._mesh is not None and self._mesh.rank else cause.text
 
@@ -223,17 +229,17 @@ class FailureWatch:
         """At exit, report an error raised outside of this session's calls, or print an error of another rank."""
         if self.failure is None and (error := uncaught()) is not None:
             self.fail(error)
-            if self._outlast is not None:  # handlers registered during exit are not called
-                self._outlast()
+            if self._wait_for_children is not None:  # handlers registered during exit are not called
+                self._wait_for_children()
         is_raised = self.failure is not None and self._unraised is None
         if self._first is not None and self._first.cause is not None and not is_raised:
             sys.stdout.flush()
             os.write(_STDERR, f"asyncpp: {self._first.cause.line}\n".encode())
             os._exit(1)
-        if self._first is not None and self._outlast is None:
+        if self._first is not None and self._wait_for_children is None:
             self._first.stop()  # a script may end without close(), and the end waits for the thread
 
-    def _adopt(self, stays: float) -> None:
+    def _take_over_children(self, stays: float) -> None:
         """Take over the launched processes from the launcher.
 
         If a process failed, the launcher would kill the others, this rank included, before the error is reported.
@@ -241,16 +247,16 @@ class FailureWatch:
         Args:
             stays: seconds for which other ranks need torch's store; ignored unless this rank serves the store.
         """
-        if self._outlast is not None or self._first is None or self._mesh is None:
+        if self._wait_for_children is not None or self._first is None or self._mesh is None:
             return
-        self._adopted = list(self.children)
+        self._taken_over = list(self.children)
         self.children.clear()
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or self._mesh.rank:
             stays = 0.0
-        self._outlast = partial(_outlast, self._adopted, self._first, time.monotonic() + stays)
-        AtExit(self._outlast)
+        self._wait_for_children = partial(_wait_for_children, self._taken_over, self._first, time.monotonic() + stays)
+        AtExit(self._wait_for_children)
 
-    def _leave_now(self) -> None:
+    def _kill_process(self) -> None:
         """Print where the main thread hangs, and end the process."""
         for worker in multiprocessing.active_children():  # data loader workers may hang, too
             if worker.daemon:
@@ -260,12 +266,12 @@ class FailureWatch:
         why = first.line if first is not None else repr(self.failure)
         text = f"asyncpp: this rank did not end within {LEAVE_SECONDS:g} s after this: {why}\n"
         os.write(_STDERR, text.encode())  # not through Python's buffers
-        for child in self._adopted:
+        for child in self._taken_over:
             child.kill()
         os._exit(1)
 
 
-def _outlast(children: list[subprocess.Popen], first: FirstCause, until: float) -> None:
+def _wait_for_children(children: list[subprocess.Popen], first: FirstCause, until: float) -> None:
     """Keep this process alive until the ranks that it launched have ended and others had time to read the first cause.
 
     Args:

@@ -76,7 +76,7 @@ class LocalPipeline(Engine):
         return engine
 
     @property
-    def parts(self) -> Sequence[Engine]:
+    def stage_engines(self) -> Sequence[Engine]:
         """Engines of the stages."""
         return self.engines
 
@@ -85,11 +85,11 @@ class LocalPipeline(Engine):
         """Number of the next microbatch, counted over the run."""
         return self.engines[0].next_forward
 
-    def run(self, batch: Any, step: Step, afterwards: Callable[[], object] = lambda: None) -> BatchOutput:
+    def run(self, batch: Any, step: Step, after_update: Callable[[], object] = lambda: None) -> BatchOutput:
         """Run a training batch on all stages; see :meth:`Engine.run`."""
         self.weights.adopt()  # hooks may have changed weights
         with self._turns.drawing():
-            return super().run(batch, step, afterwards)
+            return super().run(batch, step, after_update)
 
     # -- turns ----------------------------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ class LocalPipeline(Engine):
         ):
             return False  # the owner must apply this update first, since the stage copies the owner's weights
         for other in reversed(self.engines):
-            other.updates.poll()
+            other.updates.progress()
         if mini_batch.tied is not None and not mini_batch.tied.has_whole_sums():
             return False
         steps_ahead = engine.schedule.steps_ahead(action.index) and not mini_batch.stepped
@@ -236,7 +236,7 @@ class AllWeights(WeightVersions):
         self._ties, self._shared_uses = ties, uses
         self._copies = {copy for tie in ties for copy in zip(tie.stages[1:], tie.names[1:])}
         first = self._all[0]
-        self.room, self.compute_dtype = max(weights.room for weights in self._all), first.compute_dtype
+        self.num_versions, self.compute_dtype = max(weights.num_versions for weights in self._all), first.compute_dtype
         self.has_masters = first.has_masters
         self.parameters = self._merged(lambda weights: weights.parameters)
         self.buffers = self._merged(lambda weights: weights.buffers)

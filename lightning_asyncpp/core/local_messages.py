@@ -26,7 +26,7 @@ class Mailbox:
     Attributes:
         activations: for each stage, activations from the previous stage.
         gradients: for each stage, gradients from the next stage.
-        parts: (stage, mini-batch) -> sum of the control messages (:class:`.ControlMessage`) of all later stages.
+        partial_sums: (stage, mini-batch) -> sum of the control messages (:class:`.ControlMessage`) of all later stages.
         totals: mini-batch -> sum of the control messages of all stages.
         arrived: (from rank, to rank, tag) -> messages whose receives are not posted yet.
         awaited: (from rank, to rank, tag) -> receives whose messages are not sent yet.
@@ -35,7 +35,7 @@ class Mailbox:
     def __init__(self, num_stages: int) -> None:
         self.activations: list[deque[Arrival]] = [deque() for _ in range(num_stages)]
         self.gradients: list[deque[list[Tensor]]] = [deque() for _ in range(num_stages)]
-        self.parts: dict[tuple[int, int], Tensor] = {}
+        self.partial_sums: dict[tuple[int, int], Tensor] = {}
         self.totals: dict[int, Tensor] = {}
         self.arrived: defaultdict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
         self.awaited: defaultdict[tuple[int, int, int], deque[LocalWork]] = defaultdict(deque)
@@ -122,7 +122,7 @@ class LocalTransport(Transport):
     def __init__(self, mailbox: Mailbox, stage: int, device: torch.device) -> None:
         # Replaces Transport.__init__. Without links, what only other processes must know is told to nobody.
         self._mailbox, self._stage, self.device = mailbox, stage, device
-        self._before = self._after = self._direct = None
+        self._prev = self._next = self._direct = None
         self._closed, self._drops = False, deque(maxlen=0)
 
     def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
@@ -152,17 +152,17 @@ class LocalTransport(Transport):
         """Send the gradients of microbatch ``k`` to the previous stage."""
         self._mailbox.gradients[self._stage - 1].append(gradients)
 
-    def send_part(self, mini_batch: int, vector: Tensor) -> None:
+    def send_partial_sum(self, mini_batch: int, vector: Tensor) -> None:
         """Send the sum of the control messages of this and all later stages to the previous stage."""
-        self._mailbox.parts[self._stage - 1, mini_batch] = vector
+        self._mailbox.partial_sums[self._stage - 1, mini_batch] = vector
 
-    def has_part(self, mini_batch: int) -> bool:
+    def has_partial_sum(self, mini_batch: int) -> bool:
         """Return whether the sum of the control messages of the later stages has arrived."""
-        return (self._stage, mini_batch) in self._mailbox.parts
+        return (self._stage, mini_batch) in self._mailbox.partial_sums
 
-    def receive_part(self, mini_batch: int) -> Tensor:
+    def receive_partial_sum(self, mini_batch: int) -> Tensor:
         """Return the sum of the control messages of the later stages."""
-        return self._mailbox.parts.pop((self._stage, mini_batch))
+        return self._mailbox.partial_sums.pop((self._stage, mini_batch))
 
     def send_total(self, mini_batch: int, vector: Tensor) -> None:
         """Send the sum of the control messages of all stages to all stages."""

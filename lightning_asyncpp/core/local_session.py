@@ -52,7 +52,7 @@ class LocalSession(PipelineSession):
             )
         self.resolved = self.settings.resolved(self.num_stages)
         self.mesh = self.mesh or Mesh(1, 1, 0)
-        self.watch.failure = None  # a failed run in one process leaves no rank waiting
+        self.watch.reset()  # a failed run in one process leaves no rank waiting
         return self.mesh
 
     def cut(
@@ -97,7 +97,8 @@ class LocalSession(PipelineSession):
         assert self.stage is not None, "call cut() before start()"
         for stage in (self.stage, *self._stages):
             stage.refresh()
-        resolved = self._begin(training).resolved(self.num_stages)
+        self._reset_run()
+        resolved = self._run_settings(training).resolved(self.num_stages)
         self.engine = LocalPipeline(self.stage, self._stages, resolved, self.seed, device, hooks)
         return self.engine
 
@@ -110,12 +111,13 @@ class LocalSession(PipelineSession):
         """Attach each stage's part of the optimizer to its engine."""
         whole = self.stage_optimizer
 
-        def attached(part: Engine) -> AttachedOptimizer:
-            others = [stage for stage in self._stages if stage is not part.stage]
-            own_step = _among_own(part.stage, others, step)
-            return AttachedOptimizer(whole.part(part.stage.parameters.values()), part, own_step)
+        def attached(stage_engine: Engine) -> AttachedOptimizer:
+            stage = stage_engine.stage
+            others = [other for other in self._stages if other is not stage]
+            own_step = _among_own(stage, others, step)
+            return AttachedOptimizer(whole.for_stage(stage.parameters.values()), stage_engine, own_step)
 
-        self._attached = [attached(part) for part in engine.parts]
+        self._attached = [attached(stage_engine) for stage_engine in engine.stage_engines]
 
 
 def _among_own(stage: Stage, others: Iterable[Stage], step: OptimizerStep) -> OptimizerStep:

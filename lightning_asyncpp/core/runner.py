@@ -61,14 +61,14 @@ class Flight:
     collected: Collected = field(default_factory=Collected)
 
 
-class Task(NamedTuple):
+class ForwardTask(NamedTuple):
     """Forward to be run.
 
     Attributes:
         k: number of the microbatch, counted over the run; if ``purpose`` is not ``"train"``, over all evaluations.
         version: version of the weights.
         weights: name -> leaf tensor; None if the forward runs on the parameters themselves.
-        slot: the microbatch on the first and the last stage; None for an empty slot, and on stages between them.
+        microbatch: the microbatch on the first and the last stage; None for an empty slot, and on stages between them.
         fingerprint: hash of the batch or the microbatch, on the first and the last stage, if computed.
         step: the user's step, called with the microbatch and its weight; the weight is None on the first of several
             stages.
@@ -79,7 +79,7 @@ class Task(NamedTuple):
     k: int
     version: int
     weights: dict[str, Tensor] | None
-    slot: Any
+    microbatch: Any
     fingerprint: int
     step: Step
     purpose: str = "train"
@@ -123,7 +123,7 @@ class StageRunner(ABC):
         self._neighbours: Transport = transport  # type: ignore[assignment]  # not used by a single stage
 
     @abstractmethod
-    def forward(self, task: Task) -> Flight:
+    def forward(self, task: ForwardTask) -> Flight:
         """Run the forward of a microbatch, and send the result to the next stage.
 
         Implementations do extra work before a wait, not after a send, since after a send the receiver may need this
@@ -214,7 +214,7 @@ class StageRunner(ABC):
                 inputs.append(node)
         return tuple(inputs), tensors[0] if layout.kind == Header.TENSOR else unflatten(tensors, layout.structure)
 
-    def _compute(self, task: Task, args: tuple, kwargs: dict[str, Any], collected: Collected) -> Any:
+    def _compute(self, task: ForwardTask, args: tuple, kwargs: dict[str, Any], collected: Collected) -> Any:
         """Run the layers; collect their auxiliary losses and statistics in ``collected``."""
         token = COLLECTED.set(collected)
         try:
@@ -223,7 +223,7 @@ class StageRunner(ABC):
         finally:
             COLLECTED.reset(token)
 
-    def _send(self, task: Task, output: Any, fingerprint: int, flight: Flight) -> Flight:
+    def _send(self, task: ForwardTask, output: Any, fingerprint: int, flight: Flight) -> Flight:
         """Send the layers' output to the next stage, with the weight of ``flight``."""
         is_tensor = type(output) is Tensor
         tensors, structure = ((output,), b"") if is_tensor else flatten(output, self.stage.units[-1].name)
@@ -235,7 +235,7 @@ class StageRunner(ABC):
             self._neighbours.send_activation(outgoing, tensors)
         return flight
 
-    def _send_empty(self, task: Task) -> Flight:
+    def _send_empty(self, task: ForwardTask) -> Flight:
         self._neighbours.send_activation(Header(task.k, Layout(Header.EMPTY)), ())
         return Flight(task.k, task.version)
 
@@ -243,15 +243,15 @@ class StageRunner(ABC):
 class FirstStage(StageRunner):
     """First stage, which runs the user's step up to its call of the model."""
 
-    def forward(self, task: Task) -> Flight:
+    def forward(self, task: ForwardTask) -> Flight:
         """Run the layers on the arguments of the step's call, and send their output."""
-        if task.slot is None:
+        if task.microbatch is None:
             return self._send_empty(task)
         flight = Flight(task.k, task.version, task.weight)
         with self.span(Kind.FORWARD, task.k, task.version):
             seed_generators(self.seed, self.device, task.purpose, self.mesh.replica, task.k)
             with self._step_context():
-                args, kwargs = self.call.capture(partial(task.step, task.slot, None))
+                args, kwargs = self.call.capture(partial(task.step, task.microbatch, None))
             with self.hooks.forward_context():
                 output = self._compute(task, args, kwargs, flight.collected)
         return self._send(task, output, task.fingerprint, flight)
@@ -267,7 +267,7 @@ class MiddleStage(StageRunner):
         """Return empty slots."""
         return [Slot()] * parts
 
-    def forward(self, task: Task) -> Flight:
+    def forward(self, task: ForwardTask) -> Flight:
         """Run the layers on the received activation, and send their output."""
         arrival = self._receive(task.k)
         if arrival.header.layout.kind == Header.EMPTY:
@@ -282,15 +282,15 @@ class MiddleStage(StageRunner):
 class LastStage(StageRunner):
     """Last stage, which runs the user's whole step; the step gets the pipeline's output as the model's output."""
 
-    def forward(self, task: Task) -> Flight:
+    def forward(self, task: ForwardTask) -> Flight:
         """Run the step; when it calls the model, run the layers on the received activation."""
         arrival = self._receive(task.k)
         header = arrival.header
         if header.layout.kind == Header.EMPTY:
-            if task.slot is not None:
+            if task.microbatch is not None:
                 raise BatchMismatchError(_mismatch(task.k, "an empty slot on the first stage, samples on the last"))
             return Flight(task.k, task.version)
-        if task.slot is None:
+        if task.microbatch is None:
             raise BatchMismatchError(_mismatch(task.k, "samples on the first stage, an empty slot on the last"))
         if NO_FINGERPRINT not in (header.fingerprint, task.fingerprint) and header.fingerprint != task.fingerprint:
             raise BatchMismatchError(_mismatch(task.k, "their shapes or contents differ"))
@@ -298,7 +298,7 @@ class LastStage(StageRunner):
             inputs, received = self._open(arrival)
             return self._run_step(task, Flight(task.k, task.version, header.weight, inputs), (received,))
 
-    def _run_step(self, task: Task, flight: Flight, received: tuple | None = None) -> Flight:
+    def _run_step(self, task: ForwardTask, flight: Flight, received: tuple | None = None) -> Flight:
         """Run the user's step with this stage's layers in place of the model.
 
         Args:
@@ -318,10 +318,10 @@ class LastStage(StageRunner):
 
         seed_generators(self.seed, self.device, task.purpose, self.mesh.replica, task.k)
         with self._step_context():
-            result = self.call.redirect(partial(task.step, task.slot, flight.weight), compute)
+            result = self.call.redirect(partial(task.step, task.microbatch, flight.weight), compute)
         return self._with_result(task, flight, result)
 
-    def _with_result(self, task: Task, flight: Flight, result: Any) -> Flight:
+    def _with_result(self, task: ForwardTask, flight: Flight, result: Any) -> Flight:
         flight.result = result
         if task.purpose == "train":
             loss = loss_of(result)
@@ -349,9 +349,9 @@ class LastStage(StageRunner):
 class OnlyStage(LastStage):
     """Only stage of a pipeline, which sends and receives nothing."""
 
-    def forward(self, task: Task) -> Flight:
+    def forward(self, task: ForwardTask) -> Flight:
         """Run the step with the layers in place of the model."""
-        if task.slot is None:
+        if task.microbatch is None:
             return Flight(task.k, task.version)
         with self.span(Kind.FORWARD, task.k, task.version):
             return self._run_step(task, Flight(task.k, task.version, task.weight))
@@ -363,13 +363,13 @@ class OnlyStage(LastStage):
 class WholeStep(OnlyStage):
     """Runner for a module that is not cut; the user's whole step runs on one weight version."""
 
-    def _run_step(self, task: Task, flight: Flight, received: tuple | None = None) -> Flight:
+    def _run_step(self, task: ForwardTask, flight: Flight, received: tuple | None = None) -> Flight:
         """Run the step."""
         seed_generators(self.seed, self.device, task.purpose, self.mesh.replica, task.k)
         token = COLLECTED.set(flight.collected)
         try:
             with self._step_context():
-                result = self.stage.under(task.weights, partial(task.step, task.slot, flight.weight))
+                result = self.stage.under(task.weights, partial(task.step, task.microbatch, flight.weight))
         finally:
             COLLECTED.reset(token)
         return self._with_result(task, flight, result)

@@ -16,8 +16,8 @@ of difference hides a part of it. Exposed latencies of consecutive hops add up, 
 lookahead of P - 1 adds one microbatch of difference to each of the P - 1 hops.
 
 Without a flush, a stage runs the first ``h`` microbatches of a mini-batch on the weights before the newest update, and
-the later ones on the newest weights (:func:`held_back`). ``h`` is at least ``depth(s)``, the number of microbatches
-that start before the previous mini-batch's gradient is complete. If ``h`` is the whole mini-batch, this is
+the later ones on the newest weights (:func:`num_stale_microbatches`). ``h`` is at least ``depth(s)``, the number of
+microbatches that start before the previous mini-batch's gradient is complete. If ``h`` is the whole mini-batch, this is
 PipeDream-2BW (Narayanan et al., ICML 2021).
 """
 
@@ -54,7 +54,10 @@ class Action:
 
 
 def depth(stage: int, num_stages: int, lookahead: int) -> int:
-    """Return the number of microbatches by which the forwards of ``stage`` run ahead of its backwards."""
+    """Return the number of microbatches by which the forwards of ``stage`` run ahead of its backwards.
+
+    Without lookahead this is Megatron's ``num_warmup_microbatches``.
+    """
     behind = num_stages - 1 - stage
     everywhere, rest = divmod(lookahead, max(num_stages - 1, 1))
     return behind * (1 + everywhere) + behind * (rest + 1) // num_stages
@@ -69,7 +72,9 @@ def largest_lookahead(num_stages: int, microbatches: int, num_replicas: int) -> 
     return microbatches - (1 if num_replicas > 1 else 0) - (num_stages - 1)
 
 
-def held_back(stage: int, num_stages: int, lookahead: int, staleness: Staleness, slack: Slack) -> int | None:
+def num_stale_microbatches(
+    stage: int, num_stages: int, lookahead: int, staleness: Staleness, slack: Slack
+) -> int | None:
     """Return the number of leading microbatches per mini-batch that run on the weights before the newest update.
 
     With ``"uniform"`` these are all microbatches; with ``"least"``, the first ``depth(s) + slack``; with slack
@@ -98,39 +103,39 @@ class StalenessRule:
     """Rule for the weight versions of microbatches, and for when updates are due.
 
     Update t makes W_{t+1}. The first N mini-batches are a synchronous start: all of their microbatches run on W_t. Of a
-    later mini-batch t, the first ``held`` microbatches run, forward and backward, on W_{max(t - delay, N)}, the others
-    on W_t.
+    later mini-batch t, the first ``num_stale`` microbatches run, forward and backward, on W_{max(t - delay, N)}, the
+    others on W_t.
 
     Attributes:
-        delay: age, in updates, of the weights of the ``held`` microbatches: 0 or 1.
+        delay: age, in updates, of the weights of the ``num_stale`` microbatches: 0 or 1.
         synchronous_start: number N of initial mini-batches without delay, each with a flush. It is 1 if stages clip
             with the norm of the previous mini-batch, since the first mini-batch has no previous one.
-        held: number of delayed microbatches per mini-batch; None: all, as in PipeDream-2BW.
+        num_stale: number of delayed microbatches per mini-batch; None: all, as in PipeDream-2BW.
     """
 
     delay: int = 1
     synchronous_start: int = 0
-    held: int | None = None
+    num_stale: int | None = None
 
     def version(self, mini_batch: int, place: int = 0) -> int:
         """Return version v of the weights W_v for microbatch number ``place`` of mini-batch t."""
-        is_held = self.held is None or place < self.held
-        if mini_batch < self.synchronous_start or not is_held:
+        is_stale = self.num_stale is None or place < self.num_stale
+        if mini_batch < self.synchronous_start or not is_stale:
             return mini_batch
         return max(mini_batch - self.delay, self.synchronous_start)
 
     def staleness(self, microbatches: int) -> float:
         """Return the age phi of a mini-batch's gradient, in updates, as a mean over its microbatches."""
-        if self.held is None or self.held >= microbatches:
+        if self.num_stale is None or self.num_stale >= microbatches:
             return self.delay
-        return self.delay * self.held / microbatches if self.held else 0
+        return self.delay * self.num_stale / microbatches if self.num_stale else 0
 
     @property
     def num_versions(self) -> int:
         """Maximum number of weight versions alive at the same time."""
-        return 1 if self.held == 0 else 1 + self.delay
+        return 1 if self.num_stale == 0 else 1 + self.delay
 
-    def at_newest(self, mini_batch: int) -> bool:
+    def all_at_newest(self, mini_batch: int) -> bool:
         """Return whether all microbatches of mini-batch t run on W_t, the newest weights (those before update t)."""
         return self.version(mini_batch) == mini_batch
 
@@ -140,7 +145,7 @@ class StalenessRule:
 
     def updates_behind(self, mini_batch: int) -> int:
         """Return the number of outstanding updates after mini-batch t has run; 0 after a flush."""
-        return 0 if mini_batch < self.synchronous_start or self.held == 0 else self.delay
+        return 0 if mini_batch < self.synchronous_start or self.num_stale == 0 else self.delay
 
     def flushes(self, mini_batch: int) -> bool:
         """Return whether mini-batch t ends with a flush."""
@@ -160,10 +165,11 @@ class Schedule:
         num_stages: number of stages P.
         lookahead: extra microbatches in flight. They hide latency, cost activation memory, and with ``"least"`` make
             gradients older.
-        pipeline_rule: rule of the whole pipeline, for flushes and for what all stages agree on.
-        staleness: choice of the microbatches that run on the older weights; see :func:`held_back`.
+        pipeline_rule: rule of the whole pipeline, for flushes and for what all stages agree on. Its ``num_stale`` is
+            None, since that number belongs to a stage: see :attr:`stage_rule`.
+        staleness: choice of the microbatches that run on the older weights; see :func:`num_stale_microbatches`.
         slack: with ``"least"``, number of microbatches beyond the minimum.
-        shares_with: earliest stage that shares a parameter with this one; default: this stage. That earlier stage
+        shares_with: first stage linked to this one by a chain of shared parameters; None if there is none. That stage
             completes the parameter's gradient last, so this stage runs as many microbatches on the older weights as
             that stage.
     """
@@ -182,8 +188,8 @@ class Schedule:
         if self.pipeline_rule.delay == 0:
             return self.pipeline_rule
         stage = self.stage if self.shares_with is None else self.shares_with
-        held = held_back(stage, self.num_stages, self.lookahead, self.staleness, self.slack)
-        return replace(self.pipeline_rule, held=held)
+        num_stale = num_stale_microbatches(stage, self.num_stages, self.lookahead, self.staleness, self.slack)
+        return replace(self.pipeline_rule, num_stale=num_stale)
 
     @cached_property
     def agrees_first(self) -> bool:
@@ -197,8 +203,7 @@ class Schedule:
 
     def steps_ahead(self, mini_batch: int) -> bool:
         """Return whether this stage applies the update of mini-batch t before all stages have agreed on it."""
-        held, behind = self.stage_rule.held, self.pipeline_rule.updates_behind(mini_batch)
-        return held is not None and not self.agrees_first and behind > 0
+        return not self.agrees_first and self.pipeline_rule.updates_behind(mini_batch) > 0
 
     def batch(self, first: int, count: int, oldest: int, mini_batch: int = 0, begin: int = 0) -> list[Action]:
         """Return the forwards of ``count`` new microbatches, with the backwards and the update that are due among them.
@@ -210,9 +215,9 @@ class Schedule:
             mini_batch: mini-batch t of the new microbatches; update t - 1 may be due among them.
             begin: first microbatch of mini-batch t.
         """
-        depth, held, actions = self.depth, self.stage_rule.held, list[Action]()
+        depth, num_stale, actions = self.depth, self.stage_rule.num_stale, list[Action]()
         for k in range(first, first + count):
-            if held and k - begin == held and mini_batch and self.stage_rule.updates_behind(mini_batch - 1):
+            if num_stale and k - begin == num_stale and mini_batch and self.stage_rule.updates_behind(mini_batch - 1):
                 actions.append(Action(Kind.UPDATE, mini_batch - 1))
             actions.append(Action(Kind.FORWARD, k))
             while k + 1 - oldest > depth:
@@ -227,7 +232,8 @@ class Schedule:
     def run(self, mini_batches: int, microbatches: int, drains: Collection[int] = ()) -> list[Action]:
         """Return all actions of a run, for planners, simulators and proofs.
 
-        The engine runs them in the same order, except that it first runs one microbatch alone, as a check.
+        The engine runs them in the same order, except that it first runs one microbatch alone, as a check, and that a
+        stage that steps ahead (:meth:`steps_ahead`) yields ``U t`` again when it reads the totals of all ranks.
 
         Args:
             mini_batches: number of mini-batches.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -117,22 +117,23 @@ class PipelineSession:
         self.watch.start(mesh)
         stage.refresh()
         copy_first_replica(mesh, stage.state_dict)
-        resolved = self._begin(training).resolved(mesh.world_size)
+        self._reset_run()
+        resolved = self._run_settings(training).resolved(mesh.world_size)
         timeout = None if self.timeout is None else self.timeout.total_seconds()
         self.engine = Engine(stage, mesh, resolved, self.seed, device, hooks, timeout)
         self.watch.set_transport(self.engine.runner.transport, self.engine.ended_as_agreed)
         return self.engine
 
-    def _begin(self, training: bool) -> PipelineSettings:
-        """Copy the model's weights into averages that are on the meta device, and reset the state of an earlier run.
-
-        Returns:
-            Settings of this run.
-        """
+    def _reset_run(self) -> None:
+        """Copy the model's weights into averages that are on the meta device, and reset the state of an earlier run."""
         if self.averages is not None:
             self.averages.fill()
         self._release_optimizer()
-        self.watch.failure, self._trains = None, False
+        self.watch.reset()
+        self._trains = False
+
+    def _run_settings(self, training: bool) -> PipelineSettings:
+        """Return the settings of a run; without training there is no delay."""
         return self.settings if training else self.settings.with_delay(0)
 
     def running(self) -> Engine:
@@ -199,11 +200,6 @@ class PipelineSession:
         assert self.stage is not None, "call cut() first"
         return self.stage.whole
 
-    def set_delay(self) -> None:
-        """Tell optimizers with ``set_delay`` how old gradients are from the next mini-batch on."""
-        for attached in self._attached[:1]:  # of several stages in a process, the first has the oldest gradients
-            attached.set_delay()
-
     def complete(self, note: Any = None) -> list[Update]:
         """Complete the mini-batch with the present hyper-parameters, and apply the updates that are due.
 
@@ -222,16 +218,10 @@ class PipelineSession:
                 " optimizer's step: do this in on_train_batch_end, or in a Fabric loop after optimizer.step()"
             )
 
-    def drain(self, afterwards: Callable[[], None] = lambda: None) -> list[Update]:
-        """Finish all microbatches in flight and apply all outstanding updates.
-
-        Args:
-            afterwards: function called after the updates; it may change weights.
-        """
+    def drain(self) -> list[Update]:
+        """Finish all microbatches in flight and apply all outstanding updates."""
         self.check_drain()
-        updates = self.running().drain()
-        afterwards()
-        return updates
+        return self.running().drain()
 
     def clip(self, max_norm: float) -> None:
         """Clip the gradients of the update being applied; see :mod:`lightning_asyncpp.core.clipping`.
@@ -241,7 +231,7 @@ class PipelineSession:
         """
         if self._update is None:
             raise RuntimeError("gradients can be clipped only while an update is applied")
-        for parameters, norm in self._update.parts:
+        for parameters, norm in self._update.clip_groups:
             clip_by_norm(parameters, norm, max_norm)
 
     def close(self) -> None:
@@ -279,4 +269,4 @@ class PipelineSession:
     @property
     def _update(self) -> Update | None:
         """Update that is being applied; None if there is none."""
-        return next((attached.update for attached in self._attached if attached.update is not None), None)
+        return next((a.running_update for a in self._attached if a.running_update is not None), None)

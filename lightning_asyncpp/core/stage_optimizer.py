@@ -53,12 +53,12 @@ class StageOptimizer:
         ]
         self._kept = False
         self._of_step: list[dict[str, Any]] = [{} for _ in self._whole]  # options that steps have changed
-        self._parts: list[StageOptimizer] = []
+        self._of_stages: list[StageOptimizer] = []
 
-    def part(self, own: Collection[Tensor]) -> StageOptimizer:
-        """Return the part for one of several stages; :meth:`load_state_dict` also clears what its steps changed."""
-        self._parts.append(StageOptimizer(self.optimizer, own))
-        return self._parts[-1]
+    def for_stage(self, own: Collection[Tensor]) -> StageOptimizer:
+        """Return the optimizer of one of several stages; :meth:`load_state_dict` also clears what its steps changed."""
+        self._of_stages.append(StageOptimizer(self.optimizer, own))
+        return self._of_stages[-1]
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -146,7 +146,7 @@ class StageOptimizer:
         ]
         with self._installed():
             self.optimizer.load_state_dict({**own, "param_groups": groups})
-        for of_step in itertools.chain(self._of_step, *(part._of_step for part in self._parts)):
+        for of_step in itertools.chain(self._of_step, *(other._of_step for other in self._of_stages)):
             of_step.clear()
 
     @contextmanager
@@ -179,46 +179,40 @@ class AttachedOptimizer:
     """Optimizer that an engine steps with every update, until :meth:`release`.
 
     Args:
-        stage_optimizer: optimizer of the engine's stage; an optimizer with ``set_delay`` receives the age of gradients.
+        stage_optimizer: optimizer of the engine's stage; before each step, an optimizer with ``set_delay``
+            receives the age of the gradients.
         engine: engine that applies the updates.
         step: function that, given an update, clips the gradient and steps the optimizer; raises if the run has failed.
 
     Attributes:
-        update: update that is being applied; None if there is none.
+        running_update: update that is being applied; None if there is none.
     """
 
     def __init__(self, stage_optimizer: StageOptimizer, engine: Engine, step: OptimizerStep) -> None:
-        self.stage_optimizer, self._engine, self._step = stage_optimizer, engine, step
-        self.update: Update | None = None
+        self.stage_optimizer, self._engine, self._strategy_step = stage_optimizer, engine, step
+        self.running_update: Update | None = None
         optimizer: Any = stage_optimizer.optimizer
         self._set_optimizer_delay: Callable[[float], None] | None = getattr(optimizer, "set_delay", None)
-        self.set_delay()
         engine.weights.masters_hold_weights = not hasattr(optimizer, "compute_weights")
         optimized = set(stage_optimizer.parameters)
         engine.updates.train_only([name for name, p in engine.stage.parameters.items() if p in optimized])
-        engine.updates.apply = self._apply
+        engine.updates.optimizer_step = self._apply
 
     def release(self) -> None:
         """Detach the optimizer from the engine, since a reference cycle would keep the engine's weights alive."""
         self._engine.updates.detach()
         self.stage_optimizer.release()
 
-    def set_delay(self) -> None:
-        """Pass the age of the next mini-batch's gradients to an optimizer with ``set_delay``."""
-        engine, rule = self._engine, self._engine.schedule.stage_rule
-        if self._set_optimizer_delay is not None:
-            self._set_optimizer_delay(rule.staleness_of(engine.mini_batch, engine.settings.microbatches))
-
     def _apply(self, update: Update) -> None:
         if self._set_optimizer_delay is not None:
             self._set_optimizer_delay(update.staleness)
-        masters = self._engine.weights.compute_weights()
-        self.update = update
+        masters = self._engine.weights.copies_of_masters()
+        self.running_update = update
         try:
             with around_step(self.stage_optimizer.optimizer, update.weights_before, masters):
-                self.stage_optimizer.step(update.hyper_parameters, partial(self._step, update))
+                self.stage_optimizer.step(update.hyper_parameters, partial(self._strategy_step, update))
         finally:
-            self.update = None
+            self.running_update = None
 
 
 @contextmanager

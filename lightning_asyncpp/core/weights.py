@@ -21,11 +21,11 @@ from lightning_asyncpp.errors import ConfigurationError
 
 
 class WeightVersions:
-    """Weights W_v (before update v) of one stage, at most ``room`` versions: version v is in slot v % room.
+    """Weights W_v (before update v) of one stage, at most N = ``num_versions`` versions: version v is at place v % N.
 
     Args:
         parameters: name -> parameter of the optimizer; frozen parameters have no versions and are ignored.
-        room: maximum number of versions: 2 if gradients on this stage are delayed, else 1.
+        num_versions: maximum number of versions: 2 if gradients on this stage are delayed, else 1.
         uses: name of a shared parameter in a later layer -> its name in ``parameters``. Each name has a separate leaf
             with the same memory, so that gradients are summed in the same order whether the layers are on one stage or
             on several.
@@ -42,14 +42,14 @@ class WeightVersions:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        room: int,
+        num_versions: int,
         uses: Mapping[str, str] | None = None,
         buffers: Mapping[str, Tensor] | None = None,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         self.buffers = dict(buffers or {})
-        self.room = room
+        self.num_versions = num_versions
         self.compute_dtype = compute_dtype
         self.newest = 0
         self._uses = {use: name for use, name in (uses or {}).items() if name in self.parameters}
@@ -58,10 +58,10 @@ class WeightVersions:
         for use, name in self._uses.items():
             self._uses_of.setdefault(name, []).append(use)
         self.has_masters = compute_dtype is not None
-        self._slots = [self._slot(copied=False)] + [self._slot(copied=True) for _ in range(room - 1)]
+        self._versions = [self._new_version(copied=place > 0) for place in range(num_versions)]
         # Name of a leaf -> sum of its gradients in the masters' dtype.
         self._sums: dict[str, Tensor] = {}
-        self._summed_at = 0  # without masters: slot whose leaves hold the gradients so far
+        self._summed_at = 0  # without masters: place of the version whose leaves hold the gradients so far
         self._released: dict[str, Tensor] = {}
         self.masters_hold_weights = True
         self._master_writes = self._writes_to_masters()
@@ -70,22 +70,23 @@ class WeightVersions:
 
     def leaves(self, version: int) -> dict[str, Tensor]:
         """Return the leaf tensors of a version: of the newest or, with room for two, of the version before it."""
-        if not self.newest - self.room < version <= self.newest:
-            raise RuntimeError(f"weight version {version} is not alive: the newest of {self.room} is {self.newest}")
-        return self._slots[version % self.room]
+        if not self.newest - self.num_versions < version <= self.newest:
+            alive = f"the newest of {self.num_versions} is {self.newest}"
+            raise RuntimeError(f"weight version {version} is not alive: {alive}")
+        return self._versions[version % self.num_versions]
 
-    def sum_at(self, version: int) -> dict[str, Tensor]:
+    def leaves_for_backward(self, version: int) -> dict[str, Tensor]:
         """Return the leaf tensors of a version, after moving the gradients summed so far to them."""
-        leaves, slot = self.leaves(version), version % self.room
-        if slot != self._summed_at:
-            before, self._summed_at = self._slots[self._summed_at], slot
+        leaves, place = self.leaves(version), version % self.num_versions
+        if place != self._summed_at:
+            before, self._summed_at = self._versions[self._summed_at], place
             for name in (*self.parameters, *self._uses):
                 leaves[name].grad, before[name].grad = before[name].grad, None
         return leaves
 
     def take_gradients(self) -> dict[str, Tensor | None]:
         """Return the gradients summed so far, and reset the sums."""
-        leaves = self._slots[self._summed_at]
+        leaves = self._versions[self._summed_at]
         gradients: dict[str, Tensor | None] = {}
         for name in self.parameters:
             summed = self._sums.get(name) if self.has_masters else leaves[name].grad
@@ -107,14 +108,14 @@ class WeightVersions:
 
     def gradient(self, name: str) -> Tensor | None:
         """Return the gradient of a leaf, summed so far."""
-        return self._sums.get(name) if self.has_masters else self._slots[self._summed_at][name].grad
+        return self._sums.get(name) if self.has_masters else self._versions[self._summed_at][name].grad
 
-    def compute_weights(self) -> dict[nn.Parameter, Tensor] | None:
+    def copies_of_masters(self) -> dict[nn.Parameter, Tensor] | None:
         """Return parameter -> tensor of the newest version, to be written after a step; None without masters."""
         if not self.has_masters:
             return None
-        slot = self._slots[self.newest % self.room]
-        return {parameter: slot[name].data for name, parameter in self.parameters.items()}
+        newest = self.leaves(self.newest)
+        return {parameter: newest[name].data for name, parameter in self.parameters.items()}
 
     def for_evaluation(self) -> dict[str, Tensor] | None:
         """Return the leaf tensors of the newest version; None if they are the module's parameters."""
@@ -128,9 +129,9 @@ class WeightVersions:
             masters.
         """
         self.newest += 1
-        if self.room == 1:
+        if self.num_versions == 1:
             return None
-        before, after = self._slots[(self.newest - 1) % self.room], self._slots[self.newest % self.room]
+        before, after = self.leaves(self.newest - 1), self.leaves(self.newest)
         with torch.no_grad():
             owned = [*self.parameters, *self.buffers]
             if owned:
@@ -140,10 +141,10 @@ class WeightVersions:
 
     def older(self) -> dict[str, Tensor]:
         """Return weights and buffers of the version before the newest by name; empty if there is only one version."""
-        if self.room == 1 or self.newest == 0:
+        if self.num_versions == 1 or self.newest == 0:
             return {}
-        slot = self._slots[(self.newest - 1) % self.room]
-        return {name: leaf.detach() for name, leaf in slot.items() if name not in self._uses}
+        older = self.leaves(self.newest - 1)
+        return {name: leaf.detach() for name, leaf in older.items() if name not in self._uses}
 
     def masters(self) -> dict[str, Tensor]:
         """Return the masters by name; empty without masters."""
@@ -166,8 +167,8 @@ class WeightVersions:
 
     def to_host(self) -> None:
         """Move all versions to the host; call this after the module has moved and all work has ended."""
-        for slot in self._slots:
-            for leaf in slot.values():
+        for version in self._versions:
+            for leaf in version.values():
                 leaf.data = leaf.detach().cpu()
         self._released = {name: tensor.cpu() for name, tensor in self._released.items()}
         self._show_newest()
@@ -181,10 +182,10 @@ class WeightVersions:
         values = {name: tensor.detach().clone() for name, tensor in self._owned()}
         self.newest = newest
         with torch.no_grad():
-            for version in range(max(0, newest - self.room + 1), newest + 1):
+            for version in range(max(0, newest - self.num_versions + 1), newest + 1):
                 source = older if older and version < newest else values
                 for name, _ in self._owned():
-                    self._slots[version % self.room][name].copy_(source[name])
+                    self.leaves(version)[name].copy_(source[name])
             for name, value in masters.items() if self.has_masters else ():
                 self.parameters[name].copy_(value)
         self._show_newest()
@@ -205,7 +206,7 @@ class WeightVersions:
         Raises:
             ConfigurationError: the parameters are masters that do not hold the weights, and were changed.
         """
-        newest = self._slots[self.newest % self.room]
+        newest = self.leaves(self.newest)
         if not self.has_masters:
             for name, parameter in self.parameters.items():
                 if parameter.data_ptr() != newest[name].data_ptr():  # its data has been replaced
@@ -228,28 +229,28 @@ class WeightVersions:
     def _owned(self) -> list[tuple[str, Tensor]]:
         return [*self.parameters.items(), *self.buffers.items()]
 
-    def _slot(self, copied: bool) -> dict[str, Tensor]:
+    def _new_version(self, copied: bool) -> dict[str, Tensor]:
         """Return the leaves of a version: copies, or tensors that share memory with the parameters and buffers."""
-        slot = {name: p.data.clone() if copied else p.data for name, p in self._owned()}
+        tensors = {name: p.data.clone() if copied else p.data for name, p in self._owned()}
         if self.has_masters:
-            slot |= {name: p.data.to(self.compute_dtype, copy=True) for name, p in self.parameters.items()}
-        leaves = {name: _leaf(slot[name]) for name in self.parameters}
-        leaves |= {use: _leaf(slot[name]) for use, name in self._uses.items()}
-        return leaves | {name: slot[name].detach() for name in self.buffers}
+            tensors |= {name: p.data.to(self.compute_dtype, copy=True) for name, p in self.parameters.items()}
+        leaves = {name: _leaf(tensors[name]) for name in self.parameters}
+        leaves |= {use: _leaf(tensors[name]) for use, name in self._uses.items()}
+        return leaves | {name: tensors[name].detach() for name in self.buffers}
 
     def _show_newest(self) -> None:
         """Point the module's buffers, and its parameters unless they are masters, at the newest version's memory."""
-        newest = self._slots[self.newest % self.room]
+        newest = self.leaves(self.newest)
         for name, tensor in self.buffers.items() if self.has_masters else self._owned():
             tensor.data = newest[name].data
 
     def _sum_gradients_of_leaves(self) -> None:
         dtypes = {name: p.dtype for name, p in self.parameters.items()}
         dtypes |= {use: dtypes[name] for use, name in self._uses.items()}
-        for slot in self._slots:
+        for version in self._versions:
             for name, dtype in dtypes.items():
                 take = functools.partial(_take_gradient, self._sums, name, dtype)
-                slot[name].register_post_accumulate_grad_hook(take)
+                version[name].register_post_accumulate_grad_hook(take)
 
 
 def _take_gradient(sums: dict[str, Tensor], name: str, dtype: torch.dtype, leaf: Tensor) -> None:

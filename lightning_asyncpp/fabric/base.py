@@ -54,7 +54,7 @@ class PipelineStrategy(PipelineCheckpoints):
     """
 
     @override
-    def _begin(self) -> None:
+    def _init_state(self) -> None:
         self.gradient_norm: float | None = None
         self.layer_metrics: dict[str, float] = {}
         self._hooks = UserHooks()

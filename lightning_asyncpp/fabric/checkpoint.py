@@ -126,7 +126,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
             load_pipeline_state(self.session, progress)  # loading the model overwrote the older weight version
         for name in state.keys() - others.keys():
             if name in remainder:
-                load_pipeline_state(self.session, progress)  # first, since it sets the delay of the optimizer
+                load_pipeline_state(self.session, progress)
                 self.session.stage_optimizer.load_state_dict(remainder.pop(name))
                 self._clipping = None
                 self._resumed_at = self.session.running().next_forward

@@ -58,4 +58,4 @@ class DelayedGradientStrategy(OneDeviceMixin, PipelineStrategy):
 
     @override
     def _is_cut(self, module: Module) -> bool:
-        return self.num_stages != 1 or has_layers(module)
+        return self.stages_in_process != 1 or has_layers(module)

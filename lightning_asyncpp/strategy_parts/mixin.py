@@ -127,14 +127,14 @@ class PipelineStrategyMixin:
 
     Attributes:
         delay: delay of the gradients in updates: 1 or 0.
-        num_stages: number of stages if all of them run in this process; ``None`` if every rank runs one stage.
+        stages_in_process: number of stages if all of them run in this process; ``None`` if every rank runs one stage.
         session: the pipeline.
         checkpoints: writer of the checkpoints.
     """
 
     applies_statistics = True  # modules need not update their StatisticsLayers themselves
     delay: int
-    num_stages: int | None = None
+    stages_in_process: int | None = None
     session: PipelineSession
     checkpoints: CheckpointWriter
 
@@ -179,25 +179,27 @@ class PipelineStrategyMixin:
         if problems:
             raise ConfigurationError.from_problems(problems)
         self.session = (
-            PipelineSession(settings, timeout) if self.num_stages is None else LocalSession(settings, self.num_stages)
+            PipelineSession(settings, timeout)
+            if self.stages_in_process is None
+            else LocalSession(settings, self.stages_in_process)
         )
         self.session.started_with["state_dict_type"] = state_dict_type
         self.session.started_with["async_checkpoints"] = str(async_checkpoints)
         self.checkpoints = CheckpointWriter(self.session, state_dict_type == "sharded", async_checkpoints)
         self.start_method: str = start_method
-        self._begin()
+        self._init_state()
 
-    def _begin(self) -> None:
+    def _init_state(self) -> None:
         """Initialise the attributes of a derived strategy; called at the end of the constructor."""
 
     def _configure_launcher(self) -> None:
-        if self.num_stages is None:
+        if self.stages_in_process is None:
             super()._configure_launcher()  # type: ignore[misc]
 
     @property
     def local_rank(self) -> int:
         """Local rank; 0 if all stages are in this process, even if other processes were launched with it."""
-        rank: int = super().local_rank if self.num_stages is None else 0  # type: ignore[misc]
+        rank: int = super().local_rank if self.stages_in_process is None else 0  # type: ignore[misc]
         return rank
 
     def setup_environment(self) -> None:
@@ -207,7 +209,7 @@ class PipelineStrategyMixin:
             ConfigurationError: the settings do not fit the number of ranks.
         """
         strategy: Any = self
-        if self.num_stages is not None:
+        if self.stages_in_process is not None:
             self._set_up_one_process()
             return
         # Check before any rank waits for another: a rank that fails later leaves the others waiting.

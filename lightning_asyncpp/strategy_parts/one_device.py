@@ -34,7 +34,7 @@ class OneDeviceMixin(PipelineStrategyMixin):
     ) -> None:
         if not is_whole(stages) or stages < 1:
             raise ConfigurationError(f"stages={stages!r} must be a whole number of at least 1")
-        self.num_stages, self.delay = stages, delay
+        self.stages_in_process, self.delay = stages, delay
         super().__init__(
             microbatches,
             "uniform" if stages == 1 else staleness,

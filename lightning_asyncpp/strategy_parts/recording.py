@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_asyncpp.core.engine import Engine
-from lightning_asyncpp.core.ranks.agreement import agree_on_error, exchange
+from lightning_asyncpp.core.ranks.agreement import agree_on_error, all_gather_object
 from lightning_asyncpp.core.schedule import Kind, Schedule, StalenessRule
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.trace import Activity, Moment, Reader, Span, SpanKind, Trace, Wait
@@ -72,7 +72,8 @@ class Meta:
     def from_json(cls, content: dict[str, Any]) -> Meta:
         """Build the description from a file's content."""
         schedule = dict(content["schedule"])
-        schedule["pipeline_rule"] = StalenessRule(**schedule["pipeline_rule"])
+        rule = schedule["pipeline_rule"]  # its third field is None, and has another name in older files
+        schedule["pipeline_rule"] = StalenessRule(rule["delay"], rule["synchronous_start"])
         return cls(**{**content, "schedule": Schedule(**schedule)})
 
 
@@ -165,7 +166,7 @@ class Recorder:
         self._first, self._count, self._engine = first, count, session.running()
         mesh = self._engine.mesh
         given = json.dumps([str(unused(folder)), time.time()]) if mesh.rank == 0 else ""
-        where, zero = json.loads(exchange(mesh, given)[0])
+        where, zero = json.loads(all_gather_object(mesh, given)[0])
         self.folder = Path(where)
         self._file = self._open(zero)
         self._reader: Reader | None = None

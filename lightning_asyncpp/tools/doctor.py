@@ -103,10 +103,11 @@ def expected(rules: Sequence[StalenessRule]) -> Mapping[str, Tensor]:
     """Return the final weights of the reference, which trains each stage by its staleness rule."""
     module = Small()
     stages = [module.model[: PARTITION[0]], module.model[PARTITION[0] :]]
+    numbers = [rule.num_stale for rule in rules]
     train_reference(
         module.model, lambda batch: module.training_step(batch, 0), [[batch] for batch in _batches()],
         module.configure_optimizers(), microbatches=MICROBATCHES,
-        held=[(list(stage.parameters()), rule.held) for stage, rule in zip(stages, rules) if rule.held is not None],
+        stale_counts=[(list(stage.parameters()), h) for stage, h in zip(stages, numbers) if h is not None],
         synchronous_start=rules[0].synchronous_start,
     )  # fmt: skip
     return module.state_dict()

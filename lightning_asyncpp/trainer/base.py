@@ -63,7 +63,7 @@ class PipelineStrategy(EvaluationSteps):
     materializes_stages = True
 
     @override
-    def _begin(self) -> None:
+    def _init_state(self) -> None:
         self.progress = Progress()
         self.step_log = StepLog(self.session)
         self._batch_ends: BatchEnds | None = None
@@ -193,8 +193,8 @@ class PipelineStrategy(EvaluationSteps):
         assert batch_ends is not None
         if private.begins_accumulation(module.trainer):
             engine.drop()  # zero_grad() would also drop an earlier closure's gradient that no step has used
-        afterwards = batch_ends.call_late if batch_ends.kinds else lambda: None
-        output = engine.run(args[0], self._user_step("training_step", args, kwargs), afterwards)
+        after_update = batch_ends.call_late if batch_ends.kinds else lambda: None
+        output = engine.run(args[0], self._user_step("training_step", args, kwargs), after_update)
         mesh = engine.mesh
         returned: dict[str, Any] = {"loss": NO_LOSS}
         if mesh.is_last:
@@ -259,7 +259,9 @@ class PipelineStrategy(EvaluationSteps):
         self.session.watch.check()
         if self.session.engine is not None and self.session.optimizer is not None and self._batch_ends is not None:
             self._batch_ends.check_drain()
-            self._receive(self.session.drain(self._batch_ends.call_late))
+            updates = self.session.drain()
+            self._batch_ends.call_late()
+            self._receive(updates)
 
     def _receive(self, updates: Sequence[Update]) -> None:
         for update in updates:

@@ -27,7 +27,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from lightning_asyncpp.core.randomness import drawing_from
-from lightning_asyncpp.core.ranks.agreement import exchange
+from lightning_asyncpp.core.ranks.agreement import all_gather_object
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.trainer import private
@@ -90,7 +90,7 @@ class BatchEnds(Callback):
         reads_only = all(isinstance(owner, WeightAveraging) for owner in self._called)
         own = "" if not self._called else _READS if reads_only else _MAY_CHANGE
         # A callback may exist on some ranks only, but all ranks must drain after the same batches.
-        self.kinds = {*exchange(session.running().mesh, own)} - {""}
+        self.kinds = {*all_gather_object(session.running().mesh, own)} - {""}
 
     def release(self) -> None:
         """Restore the hooks."""
@@ -109,7 +109,9 @@ class BatchEnds(Callback):
         engine, trainer = self._session.running(), self._trainer
         # The Trainer's count decides, since it is the same on all ranks; a rank may have skipped a step.
         goes_on = (trainer.fit_loop.epoch_loop.batch_idx + 1) % trainer.accumulate_grad_batches != 0
-        return len(engine.parts) > 1 or (_MAY_CHANGE in self.kinds and goes_on and engine.at_newest)
+        return len(engine.stage_engines) > 1 or (
+            _MAY_CHANGE in self.kinds and goes_on and engine.next_batch_may_use_newest
+        )
 
     def check_drain(self) -> None:
         """Refuse a drain while a hook of an earlier batch is called in the middle of a batch.
@@ -143,7 +145,7 @@ class BatchEnds(Callback):
             self._is_late = False
 
     def _call_due(self) -> None:
-        while self.waiting and self.waiting[0][0] <= self._session.running().updates.applied:
+        while self.waiting and self.waiting[0][0] <= self._session.running().updates.num_applied:
             _, first, arguments = self.waiting.popleft()
             # Hooks draw from a seed of the batch, since the state of the process's generators depends on when the hook
             # is called. The seed is the same on all ranks, since a hook may write random numbers into weights.

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Checkpoint, LambdaCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_asyncpp.core.engine import Engine
-from lightning_asyncpp.core.ranks.agreement import StopRounds, batches_behind, exchange
+from lightning_asyncpp.core.ranks.agreement import StopRounds, all_gather_object, batches_behind
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.trainer import private
 from lightning_asyncpp.trainer.batch_ends import BatchEnds
@@ -153,7 +153,7 @@ class PipelineCallback(Callback):
             save_nothing_on_exception(trainer)
             return
         try:
-            signals = [int(text) for text in exchange(engine.mesh, str(self.preemption.received))]
+            signals = [int(text) for text in all_gather_object(engine.mesh, str(self.preemption.received))]
             self.preemption.end(exception, signals)  # type: ignore[arg-type]
         except BaseException as error:
             self.session.watch.fail(error)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_asyncpp.core.host_copies import Reading
-from lightning_asyncpp.core.ranks.agreement import broadcast, exchange
+from lightning_asyncpp.core.ranks.agreement import all_gather_object, broadcast
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.updates.mini_batch import Update
@@ -286,7 +286,7 @@ class StepLog:
         if self._mesh.world_size > 1:
             own = private.epoch_values(self._trainer, hook) if self._mesh.is_last else []
             of_replicas: dict[str, list[private.EpochValue]] = {}
-            for row in itertools.chain.from_iterable(exchange(self._mesh, own)):
+            for row in itertools.chain.from_iterable(all_gather_object(self._mesh, own)):
                 of_replicas.setdefault(row.key, []).append(row)
             for rows in of_replicas.values():
                 private.set_epoch_value(self._trainer, rows[0], _over_replicas(rows))

@@ -55,4 +55,4 @@ class DelayedGradientStrategy(OneDeviceMixin, PipelineStrategy):
     def _runs_whole_steps(self) -> bool:
         """Whether the module is not cut: there is one stage, and the module declares no layers."""
         network = network_in(self._module)
-        return self.num_stages == 1 and (network is None or not has_layers(network))
+        return self.stages_in_process == 1 and (network is None or not has_layers(network))

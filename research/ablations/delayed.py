@@ -48,9 +48,9 @@ class DelayedStage:
     def run(self, x: Tensor, mini_batch: int, microbatches: int) -> Tensor:
         """Run the samples ``x`` (batch, ...) of a whole mini-batch."""
         sizes = [0 if piece is None else len(piece) for piece in split_batch(x.detach(), microbatches)]
-        held = sum(size for i, size in enumerate(sizes) if self.rule.version(mini_batch, i) < mini_batch)
-        parts = [self.older(x[:held])] if held else []
-        return torch.cat([*parts, self.newest(x[held:])]) if held < len(x) else parts[0]
+        num_stale = sum(size for i, size in enumerate(sizes) if self.rule.version(mini_batch, i) < mini_batch)
+        parts = [self.older(x[:num_stale])] if num_stale else []
+        return torch.cat([*parts, self.newest(x[num_stale:])]) if num_stale < len(x) else parts[0]
 
 
 class DelayedGPT:
@@ -68,7 +68,7 @@ class DelayedGPT:
 
     def __init__(self, model: nn.Module, pipeline: Mapping[str, Any], wire: Wire = "fp32") -> None:
         strategy = DelayedGradientStrategy(**pipeline)
-        self.settings = strategy.session.settings.resolved(strategy.num_stages or 1)
+        self.settings = strategy.session.settings.resolved(strategy.stages_in_process or 1)
         self.wire = wire
         self.versions = model, copy.deepcopy(model)
         counts = choose_partition(model, 0, self.settings.num_stages, self.settings.partition).counts

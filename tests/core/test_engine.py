@@ -88,7 +88,7 @@ def asynchronous(num_stages: int) -> list[tuple[int, Case]]:
     return cases
 
 
-def with_held_microbatches(num_stages: int) -> list[tuple[int, Case]]:
+def with_stale_microbatches(num_stages: int) -> list[tuple[int, Case]]:
     """Every slack about its limits, and drains at any moment."""
     rules: list[tuple[Staleness, Slack]] = [("least", slack) for slack in (0, 1, 2, num_stages - 1, num_stages)]
     rules += [("least", "exact"), ("least", 2 * num_stages + 2)]
@@ -123,7 +123,7 @@ def test_uniform_staleness(num_stages: int, case: Case) -> None:
     check(num_stages, case)
 
 
-@over((3,), with_held_microbatches)
+@over((3,), with_stale_microbatches)
 def test_least_staleness(num_stages: int, case: Case) -> None:
     check(num_stages, case)
 
@@ -366,7 +366,7 @@ def test_what_the_optimizer_does_not_have_is_not_in_the_norm() -> None:
 @pytest.mark.parametrize(("options", "rooms"), [({}, [2, 2]), ({"staleness": "least"}, [2, 1]), ({"delay": 0}, [1, 1])])
 def test_a_stage_without_old_gradients_keeps_one_version(options: dict[str, Any], rooms: list[int]) -> None:
     engine = Training(Case(4, **options), ALONE, 2).engine
-    assert [part.weights.room for part in engine.parts] == rooms
+    assert [part.weights.num_versions for part in engine.stage_engines] == rooms
 
 
 def test_weights_kept_in_another_way_are_refused() -> None:

@@ -10,9 +10,9 @@ from lightning_asyncpp.core.stage_optimizer import around_step
 from lightning_asyncpp.core.weights import WeightVersions
 
 
-def make(room: int = 2) -> tuple[WeightVersions, nn.Parameter]:
+def make(num_versions: int = 2) -> tuple[WeightVersions, nn.Parameter]:
     parameter, frozen = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.ones(1), requires_grad=False)
-    return WeightVersions({"w": parameter, "frozen": frozen}, room), parameter
+    return WeightVersions({"w": parameter, "frozen": frozen}, num_versions), parameter
 
 
 def update(weights: WeightVersions, parameter: nn.Parameter, value: float) -> None:
@@ -39,7 +39,7 @@ def test_at_the_end_all_versions_come_to_the_host(dtype: torch.dtype | None, mon
     parameter = nn.Parameter(torch.tensor([1.0]))
     weights = WeightVersions({"w": parameter}, 2, uses={"u": "w"}, compute_dtype=dtype)
     weights.advance()
-    with around_step(None, None, weights.compute_weights()), torch.no_grad():
+    with around_step(None, None, weights.copies_of_masters()), torch.no_grad():
         parameter.fill_(2.0)
     on_device = {leaf.data_ptr() for version in (0, 1) for leaf in weights.leaves(version).values()}
     monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # as if it were on a device

@@ -29,7 +29,7 @@ from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.core.trace import Span, utilisation
 from lightning_asyncpp.core.tree import tensors_of
 from lightning_asyncpp.core.updates.mini_batch import Update
-from lightning_asyncpp.reference import Held, train_reference
+from lightning_asyncpp.reference import StaleCount, train_reference
 from tests.helpers.cases import Case
 from tests.helpers.random_cases import draw, is_exact
 
@@ -191,8 +191,8 @@ def check_what_is_kept(engine: Engine, outputs: list[BatchOutput]) -> None:
     """Nothing that is done with may hold on to memory until the next drain, or the end of the batch."""
     results = [tensor for output in outputs for tensor in tensors_of(output.results)]
     assert not any(tensor.requires_grad for tensor in results)
-    assert all(len(part.updates._sending) <= 3 for part in engine.parts)  # shared gradients on their way
-    stepped = [mini_batch for part in engine.parts for mini_batch in part.updates.pending if mini_batch.stepped]
+    assert all(len(part.updates._sending) <= 3 for part in engine.stage_engines)  # shared gradients on their way
+    stepped = [mini_batch for part in engine.stage_engines for mini_batch in part.updates.pending if mini_batch.stepped]
     assert not any(gradient is not None for mini_batch in stepped for gradient in mini_batch.gradients.values())
     assert not any(mini_batch.reduction._sent for mini_batch in stepped if mini_batch.reduction is not None)
 
@@ -223,7 +223,7 @@ def run_oracle(case: Case, num_stages: int = 1) -> tuple[dict[str, Tensor], list
         error_feedback=case.error_feedback if case.delay else None,
         after_update=scheduler.step if scheduler is not None else None,
         weight=case.weight, skip_nonfinite=case.nan_at is not None, seed=case.seed,
-        held=held_in(case, model, num_stages), replicas=case.data_parallel_size,
+        stale_counts=stale_counts_of(case, model, num_stages), replicas=case.data_parallel_size,
         exact_norm=case.slack == "exact",
         synchronous_start=start, weight_dtype=torch.bfloat16 if case.bf16 else None,
     )  # fmt: skip
@@ -238,13 +238,13 @@ def ahead(stage: int, case: Case, num_stages: int) -> int:
     return behind * more + behind * (left + 1) // num_stages
 
 
-def held_in(case: Case, model: nn.Module, num_stages: int) -> list[Held]:
-    """Parameters of each stage, and what it holds back."""
+def stale_counts_of(case: Case, model: nn.Module, num_stages: int) -> list[StaleCount]:
+    """Parameters of each stage, and its number of stale microbatches."""
     if case.staleness == "uniform":
         return []
     stage_of = [stage for stage, count in enumerate(case.counts(num_stages)) for _ in range(count)]
     units, first = pipeline_units(model), first_of_those_that_share(case, num_stages)
-    found: list[Held] = []
+    found: list[StaleCount] = []
     for stage in range(num_stages):
         own = [p for unit, of in zip(units, stage_of, strict=True) if of == stage for p in unit.module.parameters()]
         least = (

@@ -106,7 +106,7 @@ class Run:
         hooks = UserHooks(microbatch_weight=self.case.weight)
         self.engine = Engine(stage, mesh, settings.resolved(mesh.world_size), 0, CPU, hooks)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        self.engine.updates.apply = lambda _: self.optimizer.step() and None
+        self.engine.updates.optimizer_step = lambda _: self.optimizer.step() and None
         self.step = self.case.step(self.model)
         ALIVE.append(self)
 

@@ -45,7 +45,7 @@ def receive_early(rank: int) -> Callable[[], None]:
     def receive_expected(self: Transport, k: int, outputs: Sequence[Tensor]) -> list[Tensor]:
         if k not in posted:
             return receive_gradients(self, k, outputs)
-        self._next(self._after, 2)  # type: ignore[arg-type]
+        self._next_frame(self._next, 2)  # type: ignore[arg-type]
         for work in works.pop(k):
             work.wait()
         return posted.pop(k)

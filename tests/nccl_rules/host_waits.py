@@ -298,7 +298,7 @@ def _where(what: str) -> Wait:
             if place == "elsewhere" and is_named and inside not in _ON_BEHALF_OF_OTHERS:
                 place = f"{inside}:{frame.f_code.co_name}"
             is_run = inside.startswith("core/runner.py") and frame.f_code.co_name in ("forward", "backward")
-            is_step = inside == _UPDATES and frame.f_code.co_name in ("_step_ahead", "_step")
+            is_step = inside == _UPDATES and frame.f_code.co_name in ("_step_ahead", "_advance_and_step")
             per = "microbatch" if is_run else "update" if is_step else per
         frame = frame.f_back
     return Wait(per, what, place)

@@ -35,7 +35,7 @@ def read_late(rank: int) -> Callable[[], None]:
 
     def begin_late(queue: UpdateQueue, *args: Any) -> None:
         begin(queue, *args)
-        queue._late = True
+        queue._host_runs_ahead = True
 
     Reading.is_there, Reading.get = is_there, waited_for  # type: ignore[method-assign]
     know_on_device_alone()

@@ -35,7 +35,7 @@ def test_what_ends_with_code_1(
 
 def test_the_comparison_sees_a_delay_and_allows_rounding_on_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where two stages share a GPU, over gloo."""
-    reference = expected([StalenessRule(held=1), StalenessRule(held=0)])
+    reference = expected([StalenessRule(num_stale=1), StalenessRule(num_stale=0)])
     assert largest_difference(expected([StalenessRule(0), StalenessRule(0)]), reference) > 1e-2
     assert largest_difference({name: value * float("nan") for name, value in reference.items()}, reference) == float(
         "inf"

@@ -45,12 +45,12 @@ def reference(module: Any, loader: Any, optimizer: Any, results: list[dict[str, 
     """Weights of an example's module after training in this process; ``results`` say what a stage held."""
     named = dict(module.named_parameters())
     # Rank r is stage P - 1 - r, which runs the first r microbatches on the older weights.
-    held = [([named[name] for name in result["weights"]], rank) for rank, result in enumerate(results)]
+    stale_counts = [([named[name] for name in result["weights"]], rank) for rank, result in enumerate(results)]
     module.log = lambda *args, **kwargs: None
     if hasattr(module, "microbatch_weight"):
         how["weight"] = module.microbatch_weight
     batches = [[batch] for batch in loader]
-    how |= {"held": held, "synchronous_start": 1, "seed": 1}
+    how |= {"stale_counts": stale_counts, "synchronous_start": 1, "seed": 1}
     train_reference(module.model, lambda mb: module.training_step(mb, 0), batches, optimizer, **how)
     return arrays(named)
 

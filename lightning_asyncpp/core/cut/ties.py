@@ -31,12 +31,12 @@ class Tie(NamedTuple):
         """Return the name of the parameter on a stage."""
         return self.names[self.stages.index(stage)]
 
-    def before(self, stage: int) -> int | None:
+    def prev_sharing(self, stage: int) -> int | None:
         """Return the previous stage that shares the parameter; None for the first."""
         position = self.stages.index(stage)
         return self.stages[position - 1] if position else None
 
-    def behind(self, stage: int) -> int | None:
+    def next_sharing(self, stage: int) -> int | None:
         """Return the next stage that shares the parameter; None for the last."""
         return next(iter(self.stages[self.stages.index(stage) + 1 :]), None)
 
@@ -72,7 +72,7 @@ def names_on(stage: int, ties: Sequence[Tie]) -> frozenset[str]:
     return frozenset(tie.name_on(stage) for tie in ties if stage in tie.stages)
 
 
-def parts_on(stage: int, ties: Sequence[Tie], names: Iterable[str]) -> list[list[str]]:
+def clip_groups_on(stage: int, ties: Sequence[Tie], names: Iterable[str]) -> list[list[str]]:
     """Divide the names of a stage's parameters by the set of stages that have them.
 
     Args:
@@ -80,11 +80,11 @@ def parts_on(stage: int, ties: Sequence[Tie], names: Iterable[str]) -> list[list
         ties: ties of the stage, in the order of the whole model, which the names of shared parameters then have.
         names: names of all parameters of the stage.
     """
-    parts: dict[tuple[int, ...], list[str]] = {}
+    groups: dict[tuple[int, ...], list[str]] = {}
     for tie in ties:
-        parts.setdefault(tie.stages, []).append(tie.name_on(stage))
+        groups.setdefault(tie.stages, []).append(tie.name_on(stage))
     tied = names_on(stage, ties)
-    return [[name for name in names if name not in tied], *parts.values()]
+    return [[name for name in names if name not in tied], *groups.values()]
 
 
 def first_sharing(stage: int, ties: Sequence[Tie]) -> int | None:

@@ -1,4 +1,4 @@
-"""Agreement among all ranks: on errors, which all ranks raise, and on the batch after which all stop."""
+"""Blocking collectives that raise alike on all ranks, stop rounds of evaluations, and exchange of control messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class OtherStageFailedError(ConsequenceError):
     """Failure of a check on another rank, with that rank's error as the message."""
 
 
-def exchange(mesh: Mesh, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def all_gather_object(mesh: Mesh, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return the values of all ranks, in the order of ranks; a blocking collective.
 
     Args:
@@ -87,7 +87,7 @@ def in_same_call(mesh: Mesh, call: str) -> None:
     Raises:
         ProtocolError: another rank makes a different call.
     """
-    calls = exchange(mesh, call)
+    calls = all_gather_object(mesh, call)
     if others := [f"rank {rank}" for rank, other in enumerate(calls) if other != call]:
         raise different_calls(f"this rank {call}, but not {', '.join(others)}")
 
@@ -95,7 +95,7 @@ def in_same_call(mesh: Mesh, call: str) -> None:
 def agree_on_problems(mesh: Mesh, problems: list[str]) -> None:
     """Raise one ConfigurationError with the distinct problems of all ranks, on every rank."""
     found: dict[str, None] = {}
-    for text in exchange(mesh, "\0".join(problems)):
+    for text in all_gather_object(mesh, "\0".join(problems)):
         found.update(dict.fromkeys(part for part in text.split("\0") if part))
     if found:
         raise raised_alike(ConfigurationError.from_problems(list(found)), mesh.rank)
@@ -111,7 +111,7 @@ def agree_on_error(mesh: Mesh, error: Exception | None, group: dist.ProcessGroup
     """
     config = isinstance(error, ConfigurationError)
     text = "" if error is None else f"{'C' if config else 'E'}{error if config else f'{type(error).__name__}: {error}'}"
-    texts = exchange(mesh, text, group)
+    texts = all_gather_object(mesh, text, group)
     configuration = list(dict.fromkeys(t[1:] for t in texts if t.startswith("C")))
     others = [(rank, t[1:]) for rank, t in enumerate(texts) if t.startswith("E")]
     if error is not None and texts.count(text) == len(texts) > 1:  # > 1: a single rank just raises the error
@@ -125,7 +125,7 @@ def agree_on_error(mesh: Mesh, error: Exception | None, group: dist.ProcessGroup
         raise OtherStageFailedError(quoted)
 
 
-def together(mesh: Mesh, function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+def call_and_agree(mesh: Mesh, function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Call a function and return its result; an error on one rank is raised on all.
 
     Raises the errors of :func:`agree_on_error`.
@@ -153,9 +153,9 @@ def compare_ranks(mesh: Mesh, entries: Mapping[str, str], group: dist.ProcessGro
         ConfigurationError: an entry differs; raised on every rank, with both values.
     """
     text = json.dumps(entries, sort_keys=True)
-    if len(set(exchange(mesh, hashlib.sha256(text.encode()).hexdigest(), group))) == 1:
+    if len(set(all_gather_object(mesh, hashlib.sha256(text.encode()).hexdigest(), group))) == 1:
         return
-    first, *others = [json.loads(other) for other in exchange(mesh, text, group)]
+    first, *others = [json.loads(other) for other in all_gather_object(mesh, text, group)]
     differing: dict[str, str] = {}  # name -> problem with the first rank that differs
     for rank, other in enumerate(others, start=1):
         for name in sorted(first.keys() | other.keys()):

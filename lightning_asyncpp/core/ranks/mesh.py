@@ -160,7 +160,7 @@ class Mesh:
             if self.stage % 2 == parity:
                 groups.to_next, groups.from_next = there, back
             else:
-                groups.forward, groups.backward = there, back
+                groups.from_prev, groups.to_prev = there, back
 
     def _stage_ranks(self, stage: int) -> list[int]:
         return [self.rank_of(stage, replica) for replica in range(self.num_replicas)]
@@ -173,8 +173,8 @@ class Groups:
     Attributes:
         control: all ranks, for control messages (:class:`.ControlMessage`); with one replica the same as ``host``.
         host: all ranks, for host data between any two of them.
-        forward: activations on devices, from the previous stage.
-        backward: gradients of these activations, to the previous stage.
+        from_prev: activations on devices, from the previous stage.
+        to_prev: gradients of these activations, to the previous stage.
         to_next: activations on devices, to the next stage.
         from_next: gradients of these activations, from the next stage.
         data_parallel: ranks of this stage in all replicas; None with one replica.
@@ -184,8 +184,8 @@ class Groups:
 
     control: dist.ProcessGroup
     host: dist.ProcessGroup
-    forward: dist.ProcessGroup | None = None
-    backward: dist.ProcessGroup | None = None
+    from_prev: dist.ProcessGroup | None = None
+    to_prev: dist.ProcessGroup | None = None
     to_next: dist.ProcessGroup | None = None
     from_next: dist.ProcessGroup | None = None
     data_parallel: dist.ProcessGroup | None = None
@@ -200,7 +200,7 @@ class Groups:
 
     def on_devices(self) -> list[dist.ProcessGroup]:
         """Return this rank's NCCL groups."""
-        groups = [self.forward, self.backward, self.to_next, self.from_next, self.data_parallel, self.last_stages]
+        groups = [self.from_prev, self.to_prev, self.to_next, self.from_next, self.data_parallel, self.last_stages]
         return [group for group in groups if group is not None and dist.get_backend(group) == "nccl"]
 
 

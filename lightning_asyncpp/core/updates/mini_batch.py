@@ -76,10 +76,10 @@ class MiniBatch:
     ========  ================================================  ===================================================
     state     begins with                                       sets
     ========  ================================================  ===================================================
-    open      ``UpdateQueue.begin``                             index, first; microbatches add to weight, counted
+    open      ``UpdateQueue.begin``                             index, first; microbatches add to weight, collected
     complete  ``UpdateQueue.complete``, after the last forward  end, hyper_parameters, note, exchange, tied
     launched  :meth:`launch`, after the last backward           launched, gradients, gradient_ready
-    sent      :meth:`poll`, :meth:`reduce_now` or :meth:`wait`  squares, message
+    sent      :meth:`progress`, ``reduce_now`` or ``wait``      squares, message
     stepped   a step ahead of the agreement, if any             stepped; no gradients (may precede ``sent``)
     agreed    :meth:`wait`, then the update unless ``stepped``  gradients of shared parameters, summed over stages
     ========  ================================================  ===================================================
@@ -91,7 +91,7 @@ class MiniBatch:
         transport: transport to the neighbours; None with a single stage.
         end: one past the last microbatch.
         weight: sum of the microbatches' weights w_k.
-        counted: statistics of this stage's layers.
+        collected: statistics of this stage's layers.
         hyper_parameters: hyper-parameters of the optimizer's groups for the update.
         note: value that the strategy receives with the update.
         exchange: exchange of control messages; None if they are summed along the pipeline.
@@ -110,7 +110,7 @@ class MiniBatch:
     transport: Transport | None = None
     end: int | None = None
     weight: float = 0.0
-    counted: Collected = field(default_factory=Collected)
+    collected: Collected = field(default_factory=Collected)
     hyper_parameters: HyperParameters = field(default_factory=list)
     note: Any = None
     exchange: ControlExchange | None = None
@@ -124,9 +124,9 @@ class MiniBatch:
     message: Tensor | None = None
     _stop: StopFlags = field(default_factory=StopFlags)
     _uses: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
-    _counts: Tensor = field(init=False)  # on the device of the layers
-    _statistics: Tensor | Reading = field(init=False)  # _counts on the host, or the read of _counts from a device
-    _count: tuple[Tensor, dist.Work] | None = None
+    _local_statistics: Tensor = field(init=False)  # on the device of the layers
+    _statistics_on_host: Tensor | Reading = field(init=False)  # the same on the host, or its read from a device
+    _replica_sum: tuple[Tensor, dist.Work] | None = None
     _norms: dict[str, Tensor] | None = None
     _reading: Reading | None = None  # norms that are on a device
     _total: Tensor | None = None  # sum over all stages, on the first stage
@@ -137,11 +137,11 @@ class MiniBatch:
         statistics: Tensor,
         stop: StopFlags,
         uses: Mapping[str, Sequence[Tensor]],
-        count_on: torch.device | None = None,
+        replica_sum_device: torch.device | None = None,
     ) -> None:
         """Start the rest of the reduction over replicas; with one replica, start to compute the control message.
 
-        Messages are sent by :meth:`poll`, in the order of the mini-batches.
+        Messages are sent by :meth:`progress`, in the order of the mini-batches.
 
         With one replica, a stage after the first waits here for later stages' gradients of shared parameters. The wait
         is short, since later stages complete their gradients before this stage. A later wait could be a deadlock: this
@@ -153,21 +153,21 @@ class MiniBatch:
             stop: stop requests of this rank.
             uses: name of a parameter shared with another stage -> gradients of its uses on this stage, in the order of
                 addition. Empty with replicas, where uses are added before the reduction.
-            count_on: device on which the microbatches' weights w_k and the statistics are summed over replicas for
-                :meth:`reduce_now`; None if they are not summed.
+            replica_sum_device: device on which the microbatches' weights w_k and the statistics are summed over
+                replicas for :meth:`reduce_now`; None if they are not summed.
         """
         self.launched, self.gradients, self._stop, self._uses = True, gradients, stop, uses
-        self._counts = statistics
-        self._statistics = statistics if statistics.is_cpu else Reading([statistics])
+        self._local_statistics = statistics
+        self._statistics_on_host = statistics if statistics.is_cpu else Reading([statistics])
         if self.reduction is not None:
             self.reduction.send_rest(gradients)
             self.gradients = self.reduction.gradients  # frees the gradients of this replica
         elif self.tied is None or not self.mesh.is_first:
             self._read_norms()
-        if count_on is not None:
-            self._begin_count(statistics, count_on)
+        if replica_sum_device is not None:
+            self._begin_replica_sum(statistics, replica_sum_device)
 
-    def poll(self) -> bool:
+    def progress(self) -> bool:
         """Process what has arrived, send the control message if it is complete, and return whether it has been sent.
 
         With one replica on CPUs, this waits for the next stage's message, which follows that stage's last gradient.
@@ -175,7 +175,7 @@ class MiniBatch:
         if self.message is not None:
             return True
         if self._norms is None:
-            if not (self.reduction is None or self.reduction.poll()):
+            if not (self.reduction is None or self.reduction.progress()):
                 return False
             if not (self.tied is None or self.tied.have_arrived()):
                 return False
@@ -183,7 +183,7 @@ class MiniBatch:
         if self.transport is None or self.exchange is not None:
             is_ready = self._is_known()
         else:  # earlier stages wait for the message
-            is_ready = self.mesh.is_last or self.transport.has_part(self.index)
+            is_ready = self.mesh.is_last or self.transport.has_partial_sum(self.index)
         if is_ready:
             self.send_message()
         return self.message is not None
@@ -197,18 +197,18 @@ class MiniBatch:
             Sum of the microbatches' weights w_k over replicas; whether this stage's gradient is finite, as a tensor if
             the host does not know yet; sum of this stage's statistics over replicas.
         """
-        if self._count is None:
+        if self._replica_sum is None:
             self._begin_message()
-            self.poll()
-            return self.weight, self._is_finite(), self._counts
+            self.progress()
+            return self.weight, self._is_finite(), self._local_statistics
         self.send_message()
-        total, work = self._count
+        total, work = self._replica_sum
         with lost_peers():
             work.wait()
-        self._count, counted = None, total.cpu()
-        return float(counted[0]), self._is_finite(), counted[1:]
+        self._replica_sum, summed = None, total.cpu()
+        return float(summed[0]), self._is_finite(), summed[1:]
 
-    def part_norm(self, names: Iterable[str], weight: float) -> float | Tensor:
+    def group_norm(self, names: Iterable[str], weight: float) -> float | Tensor:
         """Return the norm of some gradients over ``weight``, before the agreement; on a GPU it may be a tensor."""
         squares, rest, norms = 0.0, list[Tensor](), self._norms or {}
         for name in names:
@@ -265,9 +265,9 @@ class MiniBatch:
         The sum follows the last gradient from the next stage, so a wait for it is short.
         """
         if not self.mesh.is_last:
-            vector = transport.receive_part(self.index) + vector
+            vector = transport.receive_partial_sum(self.index) + vector
         if not self.mesh.is_first:
-            transport.send_part(self.index, vector)
+            transport.send_partial_sum(self.index, vector)
         else:
             self._total = vector
             transport.send_total(self.index, vector)
@@ -278,12 +278,12 @@ class MiniBatch:
         finite = math.isfinite(squares)
         weight = self.weight if mesh.is_last else 0.0
         squares = squares if mesh.replica == 0 and finite else 0.0  # all replicas have the same gradient
-        there = self._statistics
+        there = self._statistics_on_host
         counts = there.tolist() if isinstance(there, Tensor) else there.get()[0]
         fixed = (weight, squares, not finite, self._stop.interrupted, self._stop.finished)
         return torch.tensor([*fixed, *counts], dtype=torch.float64, device="cpu")
 
-    def _begin_count(self, statistics: Tensor, device: torch.device) -> None:
+    def _begin_replica_sum(self, statistics: Tensor, device: torch.device) -> None:
         """Start to sum the microbatches' weights w_k and the statistics over replicas, right behind the gradients.
 
         If this sum started only at the update, it could deadlock where streams share a hardware queue. This stage
@@ -296,7 +296,7 @@ class MiniBatch:
         total[1:].copy_(statistics, non_blocking=True)
         with lost_peers():
             work = started(dist.all_reduce(total, group=self.mesh.groups.data_parallel, async_op=True))
-        self._count = total, work
+        self._replica_sum = total, work
 
     def _begin_message(self) -> dict[str, Tensor]:
         """Wait for the reduction, start to compute the norms if this is not done yet, and return the norms by name."""
@@ -330,7 +330,7 @@ class MiniBatch:
 
     def _is_known(self) -> bool:
         """Return whether all numbers of the message have been read from the device."""
-        return all(not isinstance(r, Reading) or r.is_there() for r in (self._reading, self._statistics))
+        return all(not isinstance(r, Reading) or r.is_there() for r in (self._reading, self._statistics_on_host))
 
 
 @dataclass(frozen=True)
@@ -343,7 +343,7 @@ class Update:
         note: value that the strategy gave for mini-batch t.
         message: control message summed over all ranks; in a step ahead of the agreement, this stage's values and the
             norm of the previous mini-batch.
-        parts: parameters, and the norm that their gradients are clipped by.
+        clip_groups: parameters, and the norm that their gradients are clipped by.
         weights_before: during the step, parameter -> its weights W_t before the update, which the older version keeps;
             None with room for only one version, or with masters (fp32 weights that the optimizer updates).
         staleness: mean age phi of this stage's gradient, in updates.
@@ -353,6 +353,6 @@ class Update:
     hyper_parameters: HyperParameters
     note: Any
     message: ControlMessage
-    parts: Sequence[tuple[Iterable[nn.Parameter], float | Tensor]] = ()
+    clip_groups: Sequence[tuple[Iterable[nn.Parameter], float | Tensor]] = ()
     weights_before: dict[nn.Parameter, Tensor] | None = None
     staleness: float = 0

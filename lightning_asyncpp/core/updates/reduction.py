@@ -2,8 +2,8 @@
 
 Gradients are reduced over replicas in flat buckets. A bucket's all-reduce starts as soon as the mini-batch's last
 backward has completed the bucket's gradients, while the rest of that backward runs. On the last stage all buckets are
-sent after that backward, since it runs before the mini-batch is known to be complete. When polling finds a reduced
-bucket, its norms are computed. The host reads all norms, and which gradients exist, in one copy.
+sent after that backward, since it runs before the mini-batch is known to be complete. When :meth:`Reduction.progress`
+finds a reduced bucket, its norms are computed. The host reads all norms, and which gradients exist, in one copy.
 
 A parameter shared by several stages has a copy on each of them. Each stage updates its copy with the same gradient,
 the sum over all uses, so that the copies stay bitwise equal. The gradient is summed between the last backward of a
@@ -99,19 +99,20 @@ class Bucket:
 
 
 def plan_buckets(
-    like: Mapping[str, Tensor], bucket_bytes: int = BUCKET_BYTES, late: Collection[str] = ()
+    like: Mapping[str, Tensor], bucket_bytes: int = BUCKET_BYTES, complete_late: Collection[str] = ()
 ) -> list[Bucket]:
     """Divide parameters into buckets; the last parameter comes first, since its gradient is complete first.
 
     Args:
         like: name -> tensor of the gradient's shape, dtype and device, in the order of the forward.
         bucket_bytes: a bucket that has this size in bytes gets no further parameters.
-        late: names of parameters whose gradients are complete only after a whole backward; they get the last buckets.
+        complete_late: names of parameters whose gradients are complete only after a whole backward; they get the last
+            buckets.
     """
     together: dict[tuple[bool, torch.dtype], list[str]] = {}
     backwards = list(reversed(list(like)))
-    for name in [n for n in backwards if n not in late] + [n for n in backwards if n in late]:
-        together.setdefault((name in late, like[name].dtype), []).append(name)
+    for name in [n for n in backwards if n not in complete_late] + [n for n in backwards if n in complete_late]:
+        together.setdefault((name in complete_late, like[name].dtype), []).append(name)
     return [Bucket(names, like) for group in together.values() for names in _parts(group, like, bucket_bytes)]
 
 
@@ -121,8 +122,8 @@ class Reduction:
     Args:
         buckets: buckets of this stage's gradients, the same on all replicas, which reduce them in this order.
         group: ranks of this stage in all replicas.
-        late: names of parameters whose gradients are complete only after a whole backward.
-        apart: names of parameters that are left out of ``squares``.
+        complete_late: names of parameters whose gradients are complete only after a whole backward.
+        excluded_from_norm: names of parameters that are left out of ``squares``.
         clock: clock of the stage's trace, for ``started`` and ``ends``.
 
     Attributes:
@@ -138,8 +139,8 @@ class Reduction:
         self,
         buckets: Sequence[Bucket],
         group: dist.ProcessGroup,
-        late: Collection[str] = (),
-        apart: Collection[str] = (),
+        complete_late: Collection[str] = (),
+        excluded_from_norm: Collection[str] = (),
         clock: Clock = HOST,
     ) -> None:
         self.gradients: Gradients = {}
@@ -147,14 +148,14 @@ class Reduction:
         self.started: Moment | None = None
         self.ends: list[Moment] = []
         self.num_bytes = 0
-        self._buckets, self._group, self._apart, self._clock = buckets, group, apart, clock
+        self._buckets, self._group, self._excluded_from_norm, self._clock = buckets, group, excluded_from_norm, clock
         self._sent: list[_Sent] = []
         self._taken = 0
         self._looked_at: list[tuple[list[str], Tensor, Tensor]] = []  # names, norms, flags
         self._reading: Reading | None = None
         self._missing = [set(bucket.names) for bucket in buckets]
         self._bucket_of = {
-            name: number for number, bucket in enumerate(buckets) for name in bucket.names if name not in late
+            name: number for number, bucket in enumerate(buckets) for name in bucket.names if name not in complete_late
         }
 
     @contextmanager
@@ -181,7 +182,7 @@ class Reduction:
         while len(self._sent) < len(self._buckets):
             self._send(gradients)
 
-    def poll(self) -> bool:
+    def progress(self) -> bool:
         """Process buckets that have arrived, without waiting; return whether all buckets are processed."""
         while self._taken < len(self._sent) and self._sent[self._taken].work.is_completed():
             self._process_next()
@@ -245,7 +246,7 @@ class Reduction:
             for name, norm, flag in zip(names, next(numbers), next(numbers)):
                 if not flag > 0:
                     self.gradients[name] = None
-                elif name not in self._apart:
+                elif name not in self._excluded_from_norm:
                     self.squares[name] = norm * norm
         self._looked_at, self._reading = [], None
 
@@ -300,15 +301,15 @@ class TiedGradients:
         # Receives are posted before sends, so that messages need not be buffered. Sums of later stages and whole sums
         # have the same tags, but between two ranks they travel in opposite directions.
         with lost_peers():
-            self._from_behind = [self._receive(n, tie.behind(mesh.stage)) for n, tie in enumerate(ties)]
-            firsts = [None if tie.before(mesh.stage) is None else tie.stages[0] for tie in ties]
+            self._from_next_sharing = [self._receive(n, tie.next_sharing(mesh.stage)) for n, tie in enumerate(ties)]
+            firsts = [None if tie.prev_sharing(mesh.stage) is None else tie.stages[0] for tie in ties]
             self._whole = [self._receive(n, first) for n, first in enumerate(firsts)]
         self._sends: list[HostWork] = []
         self._passed_on = False
 
     def have_arrived(self) -> bool:
         """Return whether the sums of later stages have arrived, so that :meth:`pass_on` does not wait."""
-        return all(received is None or received.work.is_completed() for received in self._from_behind)
+        return all(received is None or received.work.is_completed() for received in self._from_next_sharing)
 
     def has_whole_sums(self) -> bool:
         """Return whether :meth:`pass_on` and :meth:`take_whole_sums` can run without a wait."""
@@ -328,12 +329,12 @@ class TiedGradients:
         for number, (tie, bucket) in enumerate(zip(self._ties, self._buckets)):
             name = tie.name_on(self._mesh.stage)
             own = uses[name] if name in uses else [g for g in (gradients[name],) if g is not None]
-            behind = self._taken(self._from_behind, number)
-            total = sum_of(own if behind is None else [behind, *own])
-            before = tie.before(self._mesh.stage)
-            if before is None:
+            later = self._taken(self._from_next_sharing, number)
+            total = sum_of(own if later is None else [later, *own])
+            prev = tie.prev_sharing(self._mesh.stage)
+            if prev is None:
                 gradients[name] = total
-            self._send(number, bucket.pack({name: total}), tie.stages[1:] if before is None else (before,))
+            self._send(number, bucket.pack({name: total}), tie.stages[1:] if prev is None else (prev,))
 
     def take_whole_sums(self, gradients: Gradients) -> None:
         """Wait for the sums over all stages, from the first sharing stages, and replace this stage's gradients by them.
@@ -342,7 +343,7 @@ class TiedGradients:
             gradients: name -> gradient, changed in place.
         """
         for number, tie in enumerate(self._ties):
-            if tie.before(self._mesh.stage) is not None:
+            if tie.prev_sharing(self._mesh.stage) is not None:
                 gradients[tie.name_on(self._mesh.stage)] = self._taken(self._whole, number)
 
     def have_been_sent(self) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_asyncpp.core import foreach
 from lightning_asyncpp.core.clipping import larger
-from lightning_asyncpp.core.cut.ties import names_on, parts_on, trained_on
+from lightning_asyncpp.core.cut.ties import clip_groups_on, names_on, trained_on
 from lightning_asyncpp.core.randomness import drawing_from
 from lightning_asyncpp.core.ranks.agreement import ControlExchange
 from lightning_asyncpp.core.ranks.mesh import Mesh
@@ -61,9 +61,9 @@ class UpdateQueue:
         last_norm: norm of the newest finite gradient that all ranks have agreed on; None before the first.
         requested: stop requests of this rank.
         agreed: stop requests of any rank, once all ranks know them.
-        apply: function that steps the optimizer; it is called while the parameters have gradients.
+        optimizer_step: function that steps the optimizer; it is called while the parameters have gradients.
         reduces: whether gradients are reduced over replicas.
-        busy: whether :meth:`poll` may have work.
+        busy: whether :meth:`progress` may have work.
     """
 
     def __init__(
@@ -81,14 +81,16 @@ class UpdateQueue:
         self.last_norm: float | None = None
         self.requested = StopFlags()
         self.agreed = StopFlags()
-        self.apply: Callable[[Update], None]
+        self.optimizer_step: Callable[[Update], None]
         self.detach()
         is_local = runner.transport is not None and runner.transport.is_local
-        self._late = torch.empty(0, device=runner.device).is_cuda and not is_local
+        self._host_runs_ahead = torch.empty(0, device=runner.device).is_cuda and not is_local
         self._ties = trained_on(mesh.stage, runner.stage.whole.ties, weights.parameters)
         self._tied = names_on(mesh.stage, self._ties)
         here = weights.parameters
-        self._parts = [{name: here[name] for name in names} for names in parts_on(mesh.stage, self._ties, here)]
+        self._clip_groups = [
+            {name: here[name] for name in names} for names in clip_groups_on(mesh.stage, self._ties, here)
+        ]
         self.train_only(weights.parameters)
         self._no_statistics = torch.zeros(0, dtype=torch.float64, device="cpu")
         self._next_backward = 0
@@ -104,13 +106,13 @@ class UpdateQueue:
             names: names of parameters of this stage; parameters shared with other stages are always included.
         """
         self._optimized = {n: p for n, p in self.weights.parameters.items() if n in names or n in self._tied}
-        size, late = GPU_BUCKET_BYTES if self._late else BUCKET_BYTES, self.weights.used_twice
-        self._buckets = plan_buckets(self._optimized, size, late) if self.mesh.num_replicas > 1 else []
+        size, complete_late = GPU_BUCKET_BYTES if self._host_runs_ahead else BUCKET_BYTES, self.weights.used_twice
+        self._buckets = plan_buckets(self._optimized, size, complete_late) if self.mesh.num_replicas > 1 else []
         self.reduces = bool(self._buckets)
 
     def detach(self) -> None:
         """Detach the optimizer."""
-        self.apply = _no_optimizer
+        self.optimizer_step = _no_optimizer
 
     def begin(self, index: int, first: int) -> None:
         """Open mini-batch ``index`` at microbatch ``first``, for the first time or after its gradient was dropped."""
@@ -130,7 +132,7 @@ class UpdateQueue:
         return [start for start in self._starts if start[1] < end]
 
     @property
-    def applied(self) -> int:
+    def num_applied(self) -> int:
         """Number of updates that this stage has applied or skipped."""
         return next((mini_batch.index for mini_batch in self.pending if not mini_batch.stepped), self.open.index)
 
@@ -138,7 +140,7 @@ class UpdateQueue:
         """Complete the open mini-batch, which ends before microbatch ``end``; see :meth:`.Engine.complete`."""
         mini_batch, whole = self.open, self.runner.stage.whole
         mini_batch.end, mini_batch.hyper_parameters, mini_batch.note = end, hyper_parameters or [], note
-        if self.mesh.world_size > 1 and (self.mesh.num_replicas > 1 or self._late):
+        if self.mesh.world_size > 1 and (self.mesh.num_replicas > 1 or self._host_runs_ahead):
             # Create the exchange early, so that this rank posts receives before other ranks send.
             mini_batch.exchange = ControlExchange(self.mesh, FIXED + whole.statistics.length)
         if self._ties:
@@ -154,7 +156,7 @@ class UpdateQueue:
         dropped.end = end
         self._dropped.append(dropped)
         self.begin(dropped.index, end)
-        self.poll(next_backward)
+        self.progress(next_backward)
 
     def reducing(self, k: int, weights: dict[str, Tensor]) -> AbstractContextManager[None]:
         """Return a context for microbatch ``k``'s backward, which starts the reduction if a mini-batch ends with it."""
@@ -164,11 +166,11 @@ class UpdateQueue:
         complete.reduction = self._new_reduction()
         return complete.reduction.watching(weights, self.weights.gradient)
 
-    def poll(self, next_backward: int | None = None) -> None:
+    def progress(self, next_backward: int | None = None) -> None:
         """Launch (:meth:`MiniBatch.launch`) mini-batches whose backwards are all done, and process arrived messages.
 
         Launching starts the rest of the reduction, or the control message (:class:`.ControlMessage`). Two short waits
-        can block: for the next stage's message in :meth:`MiniBatch.poll`, and for shared gradients in ``launch``.
+        can block: for the next stage's message in :meth:`MiniBatch.progress`, and for shared gradients in ``launch``.
 
         Control messages are sent in the order of the mini-batches, since in an exchange only their order tells them
         apart.
@@ -187,23 +189,26 @@ class UpdateQueue:
                     in_order = False
                     break
                 self._launch(mini_batch)
-            in_order = in_order and mini_batch.poll()
+            in_order = in_order and mini_batch.progress()
         while self._sending and self._sending[0].have_been_sent():
             self._sending.popleft()
         self.busy = not in_order or bool(self._dropped or self._sending)
 
-    def apply_held(self) -> None:
+    def step_mid_batch(self) -> None:
         """Apply the previous mini-batch's update, before the open mini-batch's first forward on the newer weights.
+
+        No other update is outstanding: :meth:`iter_due` has applied earlier ones at the end of the previous mini-batch.
 
         Raises:
             NonFiniteGradientError: a gradient is not finite under the policy ``"stop"``. Not raised here if the stage
                 steps ahead (see :meth:`.Schedule.steps_ahead`).
         """
-        while self.pending and not self.pending[0].stepped:
-            if self.schedule.steps_ahead(self.pending[0].index):
-                self._step_ahead(self.pending[0])
-                return
-            self._applied.append(self._apply(self.pending.popleft()))
+        if not self.pending or self.pending[0].stepped:  # applied before: by a drain, or before a drop
+            return
+        if self.schedule.steps_ahead(self.pending[0].index):
+            self._step_ahead(self.pending[0])
+        else:
+            self._applied.append(self._read_totals_and_step(self.pending.popleft()))
 
     def iter_due(self) -> Iterator[Action]:
         """Apply the updates due after the last complete mini-batch t: up to t - delay or, after a flush, up to t.
@@ -216,9 +221,10 @@ class UpdateQueue:
         due = self.schedule.pipeline_rule.updates_due(self.open.index - 1)
         while self.pending and self.pending[0].index < due:
             yield from self._iter_apply()
-        if self.pending and self.schedule.stage_rule.held == 0 and self.schedule.steps_ahead(self.pending[-1].index):
-            yield Action(Kind.UPDATE, self.pending[-1].index)
-            self._step_ahead(self.pending[-1])
+        newest = self.pending[-1] if self.pending else None
+        if newest is not None and self.schedule.stage_rule.num_stale == 0 and self.schedule.steps_ahead(newest.index):
+            yield Action(Kind.UPDATE, newest.index)
+            self._step_ahead(newest)
 
     def iter_all(self) -> Iterator[Action]:
         """Apply the updates of all complete mini-batches; their backwards must be done."""
@@ -238,11 +244,11 @@ class UpdateQueue:
             yield Action(Kind.UPDATE, mini_batch.index)  # does not wait for the agreement
             self._step_ahead(mini_batch)
         yield Action(Kind.UPDATE, mini_batch.index)
-        self._applied.append(self._apply(self.pending.popleft()))
+        self._applied.append(self._read_totals_and_step(self.pending.popleft()))
 
     def _launch(self, mini_batch: MiniBatch) -> None:
-        apart = self._tied & self.weights.used_twice if self._tied and not self.reduces else ()
-        uses = {name: self.weights.gradients_apart(name) for name in apart}
+        split_uses = self._tied & self.weights.used_twice if self._tied and not self.reduces else ()
+        uses = {name: self.weights.gradients_apart(name) for name in split_uses}
         gradients = self.weights.take_gradients()
         for name in gradients.keys() - self._optimized.keys():
             gradients[name] = None
@@ -250,51 +256,53 @@ class UpdateQueue:
             mini_batch.reduction = self._new_reduction()
         stage, statistics = self.runner.stage, self._no_statistics
         if stage.whole.statistics.length:
-            counted = mini_batch.counted.take_statistics()
-            statistics = stage.whole.statistics.pack(counted, stage.counting_layers)
+            collected = mini_batch.collected.take_statistics()
+            statistics = stage.whole.statistics.pack(collected, stage.counting_layers)
         if mini_batch.tied is not None:
             self._sending.append(mini_batch.tied)
         if self.runner.trace is not None:
             mini_batch.gradient_ready = self.runner.trace.clock.now()
-        counts_now = self.mesh.num_replicas > 1 and self.schedule.steps_ahead(mini_batch.index)
-        count_on = self.runner.device if counts_now else None
-        mini_batch.launch(gradients, statistics, replace(self.requested), uses, count_on)
+        sums_now = self.mesh.num_replicas > 1 and self.schedule.steps_ahead(mini_batch.index)
+        replica_sum_device = self.runner.device if sums_now else None
+        mini_batch.launch(gradients, statistics, replace(self.requested), uses, replica_sum_device)
 
     def _new_reduction(self) -> Reduction:
         assert self.mesh.groups is not None
         assert self.mesh.groups.data_parallel is not None
         clock = HOST if self.runner.trace is None else self.runner.trace.clock
-        group, late = self.mesh.groups.data_parallel, self.weights.used_twice
-        return Reduction(self._buckets, group, late=late, apart=self._tied, clock=clock)
+        group, complete_late = self.mesh.groups.data_parallel, self.weights.used_twice
+        return Reduction(self._buckets, group, complete_late=complete_late, excluded_from_norm=self._tied, clock=clock)
 
     def _step_ahead(self, mini_batch: MiniBatch) -> None:
         """Apply the update before other stages' gradients are known; see :func:`.larger` for clipping.
 
-        The first mini-batch is not delayed, so a later one has a previous norm, which is 0 if none had samples so far.
+        A stage steps ahead only from mini-batch 1 on, so ``last_norm`` exists unless every earlier mini-batch was
+        empty; then it counts as 0.
 
         This waits for replicas and for gradients of shared parameters. If the host knows that the gradient is not
         finite, the optimizer does not step. If only the device can tell, the device replaces such a gradient by zeros,
         and the optimizer steps. All ranks stop once the control message arrives.
         """
-        if mini_batch.stepped or not mini_batch.launched:
+        if mini_batch.stepped:
             return
+        assert mini_batch.launched, "a stage steps only after the mini-batch's last backward"
         with self.runner.span(Wait.AGREEMENT, mini_batch.index):
             weight, finite, statistics = mini_batch.reduce_now()
             if mini_batch.tied is not None:
                 mini_batch.tied.take_whole_sums(mini_batch.gradients)
         norm = 0.0 if self.last_norm is None else self.last_norm
         message = ControlMessage(weight, norm, True, 0, 0, statistics)
-        norms = [larger(norm, mini_batch.part_norm(part, weight)) for part in self._parts]
+        norms = [larger(norm, mini_batch.group_norm(group, weight)) for group in self._clip_groups]
         if isinstance(finite, Tensor):
             for gradient in mini_batch.gradients.values():
                 if gradient is not None:
                     gradient.masked_fill_(~finite, 0.0)
             finite = True
-        self._step(mini_batch, message, finite and weight > 0, norms)
+        self._advance_and_step(mini_batch, message, finite and weight > 0, norms)
         mini_batch.release()
         mini_batch.stepped = True
 
-    def _apply(self, mini_batch: MiniBatch) -> Update:
+    def _read_totals_and_step(self, mini_batch: MiniBatch) -> Update:
         """Wait for all ranks' control messages of a mini-batch, and apply its update unless it has been applied."""
         if self.schedule.steps_ahead(mini_batch.index):
             self._step_ahead(mini_batch)
@@ -310,24 +318,24 @@ class UpdateQueue:
             raise NonFiniteGradientError(_non_finite(mini_batch, self.schedule.agrees_first))
         if mini_batch.stepped:
             return Update(mini_batch.index, mini_batch.hyper_parameters, mini_batch.note, message)
-        return self._step(mini_batch, message, message.finite and message.weight > 0)
+        return self._advance_and_step(mini_batch, message, message.finite and message.weight > 0)
 
-    def _step(
+    def _advance_and_step(
         self, mini_batch: MiniBatch, message: ControlMessage, is_sound: bool, norms: Sequence[float | Tensor] = ()
     ) -> Update:
         """Add a weight version; step the optimizer if ``is_sound``: finite gradient, and weight in the loss above 0.
 
-        Each part of the gradient is clipped by its norm in ``norms``; by default by the message's.
+        Each clipping group of the gradient is clipped by its norm in ``norms``; by default by the message's.
         """
         rule, count = self.schedule.stage_rule, (mini_batch.end or 0) - mini_batch.first
-        parts = list(zip(map(dict.values, self._parts), norms or [message.norm] * len(self._parts)))
-        args = mini_batch.index, mini_batch.hyper_parameters, mini_batch.note, message, parts
+        groups = list(zip(map(dict.values, self._clip_groups), norms or [message.norm] * len(self._clip_groups)))
+        args = mini_batch.index, mini_batch.hyper_parameters, mini_batch.note, message, groups
         update = Update(*args, self.weights.advance(), rule.staleness_of(mini_batch.index, count))
         if is_sound:
-            self._step_with(mini_batch.gradients, update)
+            self._run_optimizer(mini_batch.gradients, update)
         return update
 
-    def _step_with(self, gradients: Gradients, update: Update) -> None:
+    def _run_optimizer(self, gradients: Gradients, update: Update) -> None:
         """Step the optimizer while the parameters have the mean gradient.
 
         Random numbers of the step and its hooks depend only on the stage and the update, not on the time of the step.
@@ -342,7 +350,7 @@ class UpdateQueue:
                 drawing_from(runner.seed, runner.device, "update", self.mesh.stage, index),
                 runner.span(Kind.UPDATE, index, self.weights.newest),
             ):
-                self.apply(update)
+                self.optimizer_step(update)
                 self.weights.note_step()
                 counts = update.message.statistics.to(runner.device, non_blocking=True)
                 runner.stage.update_from_statistics(counts)

@@ -33,17 +33,17 @@ _SIOCGIFADDR = 0x8915
 class Neighbours(NamedTuple):
     """Links to the previous and the next stage; None at the ends of the pipeline."""
 
-    before: Link | None
-    after: Link | None
+    prev: Link | None
+    next: Link | None
 
 
-def connect_neighbours(mesh: Mesh, before: float | None = None, after: float | None = None) -> Neighbours:
+def connect_neighbours(mesh: Mesh, prev_timeout: float | None = None, next_timeout: float | None = None) -> Neighbours:
     """Connect the stages of every replica; a collective call.
 
     Args:
         mesh: connected mesh of ranks.
-        before: longest wait for the previous stage, in seconds; default: half an hour.
-        after: longest wait for the next stage, in seconds; default: half an hour.
+        prev_timeout: longest wait for the previous stage, in seconds; default: half an hour.
+        next_timeout: longest wait for the next stage, in seconds; default: half an hour.
 
     Raises:
         PeerLostError: a neighbour cannot be reached.
@@ -60,10 +60,10 @@ def connect_neighbours(mesh: Mesh, before: float | None = None, after: float | N
             rank = mesh.rank_of(mesh.stage + 1)
             who = mesh.name_of(rank)
             dist.recv(offer, rank, group=group, tag=_TAG)
-            links[1] = Link(call(offer.numpy().tobytes().decode(), who), who, after)
+            links[1] = Link(call(offer.numpy().tobytes().decode(), who), who, next_timeout)
         if not mesh.is_first:
             who = mesh.name_of(mesh.rank_of(mesh.stage - 1))
-            links[0] = Link(listener.answer(who), who, before)
+            links[0] = Link(listener.answer(who), who, prev_timeout)
     return Neighbours(*links)
 
 

@@ -260,8 +260,8 @@ class DeviceTensors:
     Attributes:
         to_next: activations for the next stage; not set on the last stage.
         from_next: gradients from the next stage; not set on the last stage.
-        to_before: gradients for the previous stage; not set on the first stage.
-        from_before: activations from the previous stage; not set on the first stage.
+        to_prev: gradients for the previous stage; not set on the first stage.
+        from_prev: activations from the previous stage; not set on the first stage.
 
     Raises:
         ProtocolError: a test message from a neighbour did not arrive as sent.
@@ -269,8 +269,8 @@ class DeviceTensors:
 
     to_next: Outbox
     from_next: Inbox
-    to_before: Outbox
-    from_before: Inbox
+    to_prev: Outbox
+    from_prev: Inbox
 
     def __init__(self, mesh: Mesh, device: torch.device, timeout: float | None = None) -> None:
         assert mesh.groups is not None
@@ -278,20 +278,20 @@ class DeviceTensors:
         self.mesh, self.device = mesh, device
         self._outboxes: list[Outbox] = []
         self._inboxes: list[Inbox] = []
-        activations = connect_neighbours(mesh, before=timeout, after=NO_TIMEOUT)
-        gradients = connect_neighbours(mesh, before=NO_TIMEOUT, after=timeout)
+        activations = connect_neighbours(mesh, prev_timeout=timeout, next_timeout=NO_TIMEOUT)
+        gradients = connect_neighbours(mesh, prev_timeout=NO_TIMEOUT, next_timeout=timeout)
         ways: list[tuple[Way, Way] | None] = [None, None]  # (to, from) the previous and the next stage
-        if activations.before is not None and gradients.before is not None:
+        if activations.prev is not None and gradients.prev is not None:
             peer = mesh.rank_of(mesh.stage - 1)
-            back, there = Way.to(peer, groups.backward, device), Way.to(peer, groups.forward, device)
-            self.to_before, self.from_before = Outbox(back, gradients.before), Inbox(there, activations.before)
-            self._outboxes.append(self.to_before)
-            self._inboxes.append(self.from_before)
+            back, there = Way.to(peer, groups.to_prev, device), Way.to(peer, groups.from_prev, device)
+            self.to_prev, self.from_prev = Outbox(back, gradients.prev), Inbox(there, activations.prev)
+            self._outboxes.append(self.to_prev)
+            self._inboxes.append(self.from_prev)
             ways[0] = back, there
-        if activations.after is not None and gradients.after is not None:
+        if activations.next is not None and gradients.next is not None:
             peer = mesh.rank_of(mesh.stage + 1)
             there, back = Way.to(peer, groups.to_next, device), Way.to(peer, groups.from_next, device)
-            self.to_next, self.from_next = Outbox(there, activations.after), Inbox(back, gradients.after)
+            self.to_next, self.from_next = Outbox(there, activations.next), Inbox(back, gradients.next)
             self._outboxes.append(self.to_next)
             self._inboxes.append(self.from_next)
             ways[1] = there, back
@@ -309,7 +309,7 @@ class DeviceTensors:
         for inbox in self._inboxes:
             inbox.close()
 
-    def _try(self, before: tuple[Way, Way] | None, after: tuple[Way, Way] | None) -> None:
+    def _try(self, prev_ways: tuple[Way, Way] | None, next_ways: tuple[Way, Way] | None) -> None:
         """Exchange a number with both neighbours now, since NCCL's hosts wait for each other at the first message.
 
         Pairs that begin with an even stage come first, so that each rank has one partner at a time.
@@ -318,7 +318,7 @@ class DeviceTensors:
         number = torch.full((1,), stage, device=self.device, dtype=torch.float32)
         for parity in (0, 1):
             begins = stage % 2 == parity
-            if (ways := after if begins else before) is None:
+            if (ways := next_ways if begins else prev_ways) is None:
                 continue
             there, back = ways
             sends = [there.send(number, there.record_event())] if begins else []

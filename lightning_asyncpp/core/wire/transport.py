@@ -111,9 +111,9 @@ class Transport:
         neighbours: Neighbours | None = None,
     ) -> None:
         self.mesh, self.device = mesh, device
-        self._before, self._after = neighbours or connect_neighbours(mesh, timeout, timeout)
+        self._prev, self._next = neighbours or connect_neighbours(mesh, timeout, timeout)
         groups = mesh.groups
-        has_direct = groups is not None and (groups.forward is not None or groups.to_next is not None)
+        has_direct = groups is not None and (groups.from_prev is not None or groups.to_next is not None)
         self._direct = DeviceTensors(mesh, device, timeout) if has_direct else None
         self._header = memoryview(bytearray(HEADER_BYTES))
         self._layout_sent: Layout | None = None
@@ -134,9 +134,9 @@ class Transport:
 
     def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
         """Send an activation to the next stage, or only a header."""
-        assert self._after is not None, "the last stage has no next stage"
+        assert self._next is not None, "the last stage has no next stage"
         if header.layout != self._layout_sent:
-            self._after.write(_LAYOUT, header.k, [header.layout.pack()])
+            self._next.write(_LAYOUT, header.k, [header.layout.pack()])
             self._layout_sent = header.layout
         stored = [info.stored(tensor) for tensor, info in zip(tensors, header.layout.tensors)]
         parts: list[Bytes] = [header.pack()]
@@ -144,7 +144,7 @@ class Transport:
             parts += map(_bytes_of, stored)
         else:  # before the header announces the tensors
             self._direct.to_next.put(stored)
-        self._after.write(_ACTIVATION, header.k, parts)
+        self._next.write(_ACTIVATION, header.k, parts)
         self._sent = header.k + 1
 
     def receive_activation(self, k: int) -> Arrival:
@@ -154,16 +154,16 @@ class Transport:
             PeerLostError: the previous stage is gone.
             ProtocolError: another message arrived.
         """
-        link = self._before
+        link = self._prev
         assert link is not None, "the first stage has no previous stage"
-        frame = self._next(link, _ACTIVATION)
+        frame = self._next_frame(link, _ACTIVATION)
         if frame.number != k:
             raise different_calls(f"expected microbatch {k} from the stage before, got {frame.number}")
         link.read_into(self._header)
         header = Header.read(self._header, k, self._layout_received)
         self._received = k + 1
         if self._direct is not None:
-            return Arrival(header, tuple(self._direct.from_before.take(header.layout.tensors)))
+            return Arrival(header, tuple(self._direct.from_prev.take(header.layout.tensors)))
         tensors = []
         for info in header.layout.tensors:
             tensors.append(info.empty(self.device))
@@ -183,12 +183,12 @@ class Transport:
             PeerLostError: the next stage is gone.
             ProtocolError: another message arrived.
         """
-        link, infos = self._after, list(map(TensorInfo.of, outputs))
+        link, infos = self._next, list(map(TensorInfo.of, outputs))
         assert link is not None, "the last stage has no next stage"
         # Allocate before the wait, since time after the wait is on the critical path.
         gradients = [] if self._direct is not None else [info.empty(self.device) for info in infos]
         size = sum([gradient.nbytes for gradient in gradients])
-        frame = self._next(link, _GRADIENT)
+        frame = self._next_frame(link, _GRADIENT)
         if frame.number != k or frame.num_bytes != size:
             raise ProtocolError(
                 f"expected the gradient of microbatch {k} with {size} bytes, got that of {frame.number} with"
@@ -202,37 +202,41 @@ class Transport:
 
     def send_gradients(self, k: int, gradients: list[Tensor]) -> None:
         """Send the gradients of microbatch ``k``, in the memory order of the activations, to the previous stage."""
-        assert self._before is not None, "the first stage has no previous stage"
+        assert self._prev is not None, "the first stage has no previous stage"
         parts: list[Bytes] = []
         if self._direct is None:
             parts += map(_bytes_of, gradients)
         else:
-            self._direct.to_before.put(gradients)
-        self._before.write(_GRADIENT, k, parts)
+            self._direct.to_prev.put(gradients)
+        self._prev.write(_GRADIENT, k, parts)
 
     # -- control messages -----------------------------------------------------------------------------------------
 
-    def send_part(self, mini_batch: int, vector: Tensor) -> None:
+    def send_partial_sum(self, mini_batch: int, vector: Tensor) -> None:
         """Send the sum of control messages over this and all later stages, fp64 on the host, to the previous stage."""
-        assert self._before is not None, "the first stage has no previous stage"
-        self._before.write(_PART, mini_batch, [_bytes_of(vector)])
+        assert self._prev is not None, "the first stage has no previous stage"
+        self._prev.write(_PART, mini_batch, [_bytes_of(vector)])
 
-    def has_part(self, mini_batch: int) -> bool:
-        """Return whether :meth:`receive_part` can be called; always true, since that call waits."""
+    def has_partial_sum(self, mini_batch: int) -> bool:
+        """Return whether the sum has arrived.
+
+        Between processes always True: the wait is short, so the caller may block; False only in one process, where a
+        wait would deadlock.
+        """
         return True
 
-    def receive_part(self, mini_batch: int) -> Tensor:
+    def receive_partial_sum(self, mini_batch: int) -> Tensor:
         """Wait for the sum of control messages over all later stages, and return it."""
-        return self._receive_sum(self._after, _PART, mini_batch)
+        return self._receive_sum(self._next, _PART, mini_batch)
 
     def send_total(self, mini_batch: int, vector: Tensor) -> None:
         """Send the sum of control messages over all stages to the next stage, which reads the sum and passes it on."""
-        assert self._after is not None, "the last stage has no next stage"
-        self._after.write(_TOTAL, mini_batch, [_bytes_of(vector)])
+        assert self._next is not None, "the last stage has no next stage"
+        self._next.write(_TOTAL, mini_batch, [_bytes_of(vector)])
 
     def receive_total(self, mini_batch: int) -> Tensor:
         """Wait for the sum of control messages over all stages, and return it."""
-        return self._receive_sum(self._before, _TOTAL, mini_batch)
+        return self._receive_sum(self._prev, _TOTAL, mini_batch)
 
     def announce_drop(self, k: int) -> None:
         """Tell the neighbours that the gradient of the open mini-batch, which ends before microbatch ``k``, is dropped.
@@ -240,7 +244,7 @@ class Transport:
         Never waits. The neighbours must drop this gradient, too. A neighbour that does not drop it raises an error.
         """
         self._drops.append(k)
-        for link in (self._before, self._after):
+        for link in (self._prev, self._next):
             if link is not None:
                 link.write(_DROP, k, [])
 
@@ -252,8 +256,8 @@ class Transport:
         Args:
             step: number that means a batch, no batch, or the loader's end.
         """
-        if self._after is not None and not self._closed and self.mesh.stage < self.mesh.num_stages - 2:
-            self._after.write(_LOADED, step, [])
+        if self._next is not None and not self._closed and self.mesh.stage < self.mesh.num_stages - 2:
+            self._next.write(_LOADED, step, [])
 
     def follow_loaded(self) -> int:
         """Wait, on a stage in the middle, for the number that :meth:`announce_loaded` sent; pass it on and return it.
@@ -262,8 +266,8 @@ class Transport:
             PeerLostError: the previous stage is gone.
             ProtocolError: the previous stage sent another message.
         """
-        assert self._before is not None, "the first stage has its own loader"
-        frame = self._next(self._before, _LOADED)
+        assert self._prev is not None, "the first stage has its own loader"
+        frame = self._next_frame(self._prev, _LOADED)
         self.announce_loaded(frame.number)
         return frame.number
 
@@ -271,13 +275,13 @@ class Transport:
 
     def announce_end(self) -> None:
         """Tell the next stage that no activation follows until both stages have nothing in flight; never waits."""
-        if self._after is not None and not self._closed:  # after a run, gathering weights drains with closed links
-            self._after.write(_END, self._sent, [])
+        if self._next is not None and not self._closed:  # after a run, gathering weights drains with closed links
+            self._next.write(_END, self._sent, [])
 
     def announce_end_of_run(self) -> None:
         """Tell the next stage, which may be waiting for a message, that none will follow; never waits."""
-        if self._after is not None and not self._closed:
-            self._after.write(_RUN_END, self._sent, [])
+        if self._next is not None and not self._closed:
+            self._next.write(_RUN_END, self._sent, [])
 
     def expect_end(self) -> None:
         """Wait until the previous stage has announced its end, right after the last received activation.
@@ -286,8 +290,8 @@ class Transport:
             PeerLostError: the previous stage is gone.
             ProtocolError: the previous stage has a further batch.
         """
-        if self._before is not None and not self._closed:
-            self._next(self._before, _END)
+        if self._prev is not None and not self._closed:
+            self._next_frame(self._prev, _END)
 
     # -- everything -----------------------------------------------------------------------------------------------
 
@@ -296,8 +300,8 @@ class Transport:
 
         Between GPUs, also wait until the next stage has taken all but ``backlog`` activations.
         """
-        if self._after is not None:
-            self._after.wait_for_backlog(backlog)
+        if self._next is not None:
+            self._next.wait_for_backlog(backlog)
             if self._direct is not None:
                 self._direct.to_next.wait_until_taken(backlog)
 
@@ -308,7 +312,7 @@ class Transport:
 
     def abort(self) -> None:
         """End both connections, so that waiting neighbours raise an error; may be called from any thread."""
-        for link in (self._before, self._after):
+        for link in (self._prev, self._next):
             if link is not None:
                 link.abort()
         if self._direct is not None:
@@ -317,13 +321,13 @@ class Transport:
     def close(self) -> None:
         """Close the connections; sent messages still arrive."""
         self._closed = True
-        for link in (self._before, self._after):
+        for link in (self._prev, self._next):
             if link is not None:
                 link.close()
         if self._direct is not None:
             self._direct.close()
 
-    def _next(self, link: Link, kind: int) -> Frame:
+    def _next_frame(self, link: Link, kind: int) -> Frame:
         """Wait for the next message of ``kind``, and return its frame; messages before it are put aside."""
         while (frame := link.read_frame()).kind != kind:
             self._put_aside(link, frame, kind)
@@ -345,12 +349,12 @@ class Transport:
             link.read_into(memoryview(message))
             self._layout_received = Layout.read(bytes(message))
             return
-        if kind != (_TOTAL if link is self._before else _PART):
+        if kind != (_TOTAL if link is self._prev else _PART):
             raise _unexpected(link.peer, frame, expected, self._received)
         vector = torch.empty(size // 8, dtype=torch.float64, device="cpu")
         self._read_into(link, vector)
         self._sums[kind, number] = vector
-        if kind == _TOTAL and self._after is not None:
+        if kind == _TOTAL and self._next is not None:
             self.send_total(number, vector)
 
     def _read_into(self, link: Link, tensor: Tensor) -> None:

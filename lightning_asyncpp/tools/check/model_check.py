@@ -130,7 +130,7 @@ class _Check:
     layers: list[list[str]] = field(init=False)
     losses: list[float] = field(default_factory=list)
     _stages: Mapping[str, int] = field(default_factory=dict)
-    _held: list[tuple[Collection[str], int]] = field(default_factory=list)
+    _stale_counts: list[tuple[Collection[str], int]] = field(default_factory=list)
 
     def compare_stages(self, name: str, **arguments: Any) -> Difference | str:
         """Compare a pipeline with the reference.
@@ -145,7 +145,7 @@ class _Check:
         is_exact = cut is None or cut.is_exact
         del strategy
         zeros = {(key[0], key[2]) for key, value in found.seen.items() if key[1] == GRADIENT and value.shown == 0.0}
-        expected = self._run(ReferenceStrategy(self.settings, self._held, self.seed, self.device, zeros=zeros))
+        expected = self._run(ReferenceStrategy(self.settings, self._stale_counts, self.seed, self.device, zeros=zeros))
         self.losses = self.losses or expected.numbers(LOSS)
         apart, equal = first_difference(expected, found), EQUAL
         if apart is not None and not is_exact:
@@ -193,8 +193,8 @@ class _Check:
         self.settings, counts, prefix = session.resolved, session.partition.counts, prefix_of(module)
         stages = stages_of_parameters(cast(Any, network_in(module)), counts)
         self._stages = {prefix + name: stage for name, stage in stages.items()}
-        held = [(engine.stage.parameters.keys(), engine.schedule.stage_rule.held) for engine in session.engine.parts]
-        self._held = [(names, number) for names, number in held if number is not None]
+        pairs = [(e.stage.parameters.keys(), e.schedule.stage_rule.num_stale) for e in session.engine.stage_engines]
+        self._stale_counts = [(names, number) for names, number in pairs if number is not None]
         units = iter([unit.name for unit in session.stage.units])
         self.layers = [telling(list(itertools.islice(units, count))) for count in counts]
 

@@ -42,7 +42,8 @@ class ReferenceStrategy(SingleDeviceStrategy):
 
     Args:
         settings: settings of the pipeline.
-        held: for each stage, the names of its parameters, and its number of microbatches per update on older weights.
+        stale_counts: for each stage, the names of its parameters, and its number of microbatches per update on older
+            weights.
         seed: seed of the run.
         device: device of the training.
         at_first: whether to compute every gradient on the initial weights and independently of the number of
@@ -57,11 +58,12 @@ class ReferenceStrategy(SingleDeviceStrategy):
     applies_statistics = materializes_stages = True
 
     def __init__(
-        self, settings: ResolvedSettings, held: Sequence[tuple[Collection[str], int]], seed: int, device: torch.device,
-        at_first: bool = False, zeros: Collection[tuple[int, str]] = (), **hooks: Any,
+        self, settings: ResolvedSettings, stale_counts: Sequence[tuple[Collection[str], int]], seed: int,
+        device: torch.device, at_first: bool = False, zeros: Collection[tuple[int, str]] = (), **hooks: Any,
     ) -> None:  # fmt: skip
         super().__init__(device)
-        self.settings, self.held, self.seed, self.at_first, self.zeros = settings, held, seed, at_first, zeros
+        self.settings, self.stale_counts, self.seed = settings, stale_counts, seed
+        self.at_first, self.zeros = at_first, zeros
         self.hooks: Any = hooks
         self.done = self.place = 0  # microbatches so far, in the run and in the current update
         self.draws = SameDraws()
@@ -78,9 +80,9 @@ class ReferenceStrategy(SingleDeviceStrategy):
         super().setup(trainer)
         name_parameters(self.optimizers[0], {p: name for name, p in self.network.named_parameters()})
         self.hooks = replace(UserHooks.of(module), **self.hooks)
-        held = [([self.network.get_parameter(name) for name in names], number) for names, number in self.held]
+        stale_counts = [([self.network.get_parameter(name) for name in names], h) for names, h in self.stale_counts]
         exact_norm = settings.schedule(0).agrees_first
-        self.run = Trajectory(self.network, settings.delay, held, exact_norm, settings.synchronous_start)
+        self.run = Trajectory(self.network, settings.delay, stale_counts, exact_norm, settings.synchronous_start)
         for layer in module.modules() if self.at_first else ():
             if isinstance(layer, BATCH_NORMS):
                 layer.eval()
@@ -114,7 +116,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
         if begins_accumulation(module.trainer):
             self._gradient, self.place = MeanGradient(), 0
         if not self.at_first:
-            self.run.take()  # hooks may have changed weights
+            self.run.record_weights()  # hooks may have changed weights
         for parameter in self.run.parameters:
             parameter.grad = None  # the gradient of the previous update
         slots = [batch] if self.at_first and parts == 1 else self.hooks.split_batch(batch, parts)
@@ -147,7 +149,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
         result = super().optimizer_step(optimizer, closure, *args, **kwargs)
         self.run.norm_before = self._gradient.norm(self.run.parameters)
         update_buffers(self.network, self._gradient.counts)
-        self.run.stay()
+        self.run.next_mini_batch()
         return result
 
     def drain(self) -> None:

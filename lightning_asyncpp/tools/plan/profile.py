@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.microbatch import UserHooks
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.core.runner import Flight, Task, stage_runner
+from lightning_asyncpp.core.runner import Flight, ForwardTask, stage_runner
 from lightning_asyncpp.core.schedule import Kind, Schedule
 from lightning_asyncpp.core.stage_optimizer import around_step
 from lightning_asyncpp.core.tree import tensors_of
@@ -115,16 +115,16 @@ class StageUnderTest:
         with meter.reading() as found.forward:
             flights.append(self._forward(1))
         with meter.reading() as found.first_backward:
-            self.runner.backward(flights.pop(0), self.weights.sum_at(0))
+            self.runner.backward(flights.pop(0), self.weights.leaves_for_backward(0))
         with meter.reading() as found.backward:
-            self.runner.backward(flights.pop(0), self.weights.sum_at(0))
+            self.runner.backward(flights.pop(0), self.weights.leaves_for_backward(0))
         gradients = self.weights.take_gradients()
         found.gradients = bytes_of(gradient for gradient in gradients.values() if gradient is not None)
         found.sent = self.transport.sent
         return gradients
 
     def _forward(self, k: int) -> Flight:
-        flight = self.runner.forward(Task(k, 0, self.weights.leaves(0), self.batch, 0, self.step))
+        flight = self.runner.forward(ForwardTask(k, 0, self.weights.leaves(0), self.batch, 0, self.step))
         flight.collected.take_statistics()
         return flight
 
@@ -133,7 +133,7 @@ class StageUnderTest:
         before = self.weights.advance()
         for name, parameter in self.weights.parameters.items():
             parameter.grad = gradients.get(name)
-        with around_step(self.optimizer, before, self.weights.compute_weights()):
+        with around_step(self.optimizer, before, self.weights.copies_of_masters()):
             self.optimizer.step()
         for parameter in self.weights.parameters.values():
             parameter.grad = None

@@ -9,7 +9,7 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 
-from lightning_asyncpp.core.ranks.agreement import exchange
+from lightning_asyncpp.core.ranks.agreement import all_gather_object
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.trace import HOST, Clock, Moment, Reader, Span, utilisation
 from lightning_asyncpp.data.replica import replica_of
@@ -190,9 +190,9 @@ def _staleness(trainer: L.Trainer) -> float | None:
     """Return the delay of the newest gradient in updates, the mean over all trained parameters."""
     session = trainer.strategy.session  # type: ignore[attr-defined]
     engine, microbatches = session.running(), session.resolved.microbatches * trainer.accumulate_grad_batches
-    newest, trained = max(0, engine.mini_batch - 1), engine.parts[0].stage.whole.num_trained
+    newest, trained = max(0, engine.mini_batch - 1), engine.stage_engines[0].stage.whole.num_trained
     rules = [schedule.stage_rule for schedule in engine.schedules()]
-    ages = (0.0 if rule.at_newest(newest) else rule.staleness(microbatches) for rule in rules)
+    ages = (0.0 if rule.all_at_newest(newest) else rule.staleness(microbatches) for rule in rules)
     return sum(age * count for age, count in zip(ages, trained)) / sum(trained) if any(trained) else None
 
 
@@ -215,6 +215,6 @@ def peak_memory(session: PipelineSession, device: torch.device) -> dict[str, flo
     assert session.mesh is not None
     with session.watch.collective():
         own = f"{session.mesh.stage} {torch.cuda.max_memory_allocated(device)}"
-        received = [text.split() for text in exchange(session.mesh, own)]
+        received = [text.split() for text in all_gather_object(session.mesh, own)]
     peaks = [max(int(size) for stage, size in received if int(stage) == s) for s in range(session.mesh.num_stages)]
     return {f"peak_memory_stage_{stage}": peak / _GB for stage, peak in enumerate(peaks)}

@@ -48,19 +48,20 @@ class LeastSquares:
         return np.asarray((w - self.solution.numpy()) @ (x.T @ x) / 8)
 
 
-@pytest.mark.parametrize("held", [None, 1, 3])
+@pytest.mark.parametrize("num_stale", [None, 1, 3])
 @pytest.mark.parametrize("method", [Method(), Method(0.9, 1), Method(0, 1, 1.0), Method(0.9, 1, 0.5)], ids=str)
-def test_1_1_the_reference_runs_the_iteration(method: Method, held: int | None) -> None:
-    if held and not method.delay:
-        pytest.skip("nothing is held back without a delay")
+def test_1_1_the_reference_runs_the_iteration(method: Method, num_stale: int | None) -> None:
+    if num_stale and not method.delay:
+        pytest.skip("nothing is stale without a delay")
     problem, delay = LeastSquares(), method.delay
     optimizer = torch.optim.SGD([problem.weight], lr=0.1, momentum=method.beta, dampening=method.beta)
     batches, strength = [[torch.cat([problem.inputs] * 4)]] * 20, method.strength
-    more = {"held": [([problem.weight], held)]} if held else {"delay": delay}
+    more = {"stale_counts": [([problem.weight], num_stale)]} if num_stale else {"delay": delay}
     train_reference(
         problem.model, problem.loss, batches, optimizer, microbatches=4, error_feedback=strength or None, **more
     )
-    phi = held / 4 if held else 1.0  # with held microbatches Error Feedback has the strength times their share
+    # With stale microbatches Error Feedback has the strength times their share.
+    phi = num_stale / 4 if num_stale else 1.0
     expected = Method(method.beta, delay, strength * phi, phi=phi)
     run = run_method(expected, problem.gradient, problem.start, lr=0.1, updates=20)
     np.testing.assert_allclose(problem.weight.detach(), run.weights[-1], rtol=1e-12)

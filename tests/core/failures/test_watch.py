@@ -89,7 +89,7 @@ def test_the_others_are_told_of_what_ends_a_rank(error: BaseException, told: lis
 
 def test_a_teardown_has_to_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[str] = []
-    monkeypatch.setattr(FailureWatch, "_leave_now", lambda self: left.append("left"))
+    monkeypatch.setattr(FailureWatch, "_kill_process", lambda self: left.append("left"))
     monkeypatch.setattr(failure_watch, "LEAVE_SECONDS", 0.2)
     watch, _ = watching()
     for hurries, expected in ((False, []), (True, ["left"])):
@@ -111,17 +111,17 @@ def test_children_outlive_no_rank_that_fails(monkeypatch: pytest.MonkeyPatch) ->
     watch.children = children
     watch.fail(ValueError("mine"))
     assert children == []
-    assert watch._outlast is not None
-    watch._outlast()
+    assert watch._wait_for_children is not None
+    watch._wait_for_children()
     assert child.poll() is None, "the script has caught what failed"
     monkeypatch.setattr(failure_watch, "uncaught", lambda: ValueError("mine"))
-    watch._outlast()
+    watch._wait_for_children()
     assert child.poll() is not None
 
 
 def test_a_session_raises_what_another_rank_did_once() -> None:
     session = PipelineSession(PipelineSettings())
-    session.watch._learn(Cause("rank 1 (stage 0) is gone: it was stopped"))
+    session.watch._on_remote_failure(Cause("rank 1 (stage 0) is gone: it was stopped"))
     deadline = time.monotonic() + 4.0
     while session.watch.failure is None and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -156,7 +156,7 @@ from tests.core.failures.test_watch import CAUSE, watching
 
 failure_watch.LEAVE_SECONDS = 0.5
 watch, _ = watching(CAUSE)
-threading.Thread(target=watch._learn, args=[CAUSE]).start()
+threading.Thread(target=watch._on_remote_failure, args=[CAUSE]).start()
 
 def waits_for_what_never_comes():
     time.sleep(1000)

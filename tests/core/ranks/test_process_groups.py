@@ -57,7 +57,7 @@ def test_nccl_splits_as_rarely_as_can_be(stages: int, replicas: int, monkeypatch
         mesh.connect(direct=stages > 1)
         groups: Any = mesh.groups
         for there, back, other in (
-            (groups.to_next, groups.from_next, mesh.stage + 1), (groups.forward, groups.backward, mesh.stage - 1)
+            (groups.to_next, groups.from_next, mesh.stage + 1), (groups.from_prev, groups.to_prev, mesh.stage - 1)
         ):  # fmt: skip
             pair = {rank, mesh.rank_of(other)} if 0 <= other < stages else None
             assert [None if group is None else set(group) for group in (there, back)] == [pair, pair]

@@ -9,7 +9,7 @@ that what one may do in some order all may do in step. The rules, by the names t
 
 * ``order``: every microbatch goes forward once and backward once, after it; forwards, backwards and updates in order.
 * ``delay``: the weights that a microbatch is promised have been made when its forward comes: W_{max(t - delay, 0)}
-  for the first ``held`` of mini-batch t, W_t for the others. (Update t makes W_{t+1}, so a gradient is ``delay``
+  for the first ``num_stale`` of mini-batch t, W_t for the others. (Update t makes W_{t+1}, so a gradient is ``delay``
   updates old, or fresh.) After a synchronous start of N mini-batches on W_t it is W_{max(t - delay, N)}.
 * ``early``: an update comes right before the first forward that needs what it makes, drains apart. Before that nothing
   is gained, and what its reduction and its agreement could hide behind is lost.
@@ -19,7 +19,7 @@ that what one may do in some order all may do in step. The rules, by the names t
 * ``depth``: a backward has fewer forwards before it on the stage after, drains apart. With as many, neighbours are
   locked in step: each waits while the other works.
 * ``room``: with replicas a forward comes between a complete gradient and its update, for the reduction to hide behind,
-  unless a stage holds back no more microbatches than are under way. Without it nothing would be wrong, only slow.
+  unless a stage has no more stale microbatches than are under way. Without it nothing would be wrong, only slow.
 * ``deadlock``: the lists can be run to their end.
 
 Four mini-batches, after a synchronous start if there is one, tell about any number of them. What a rule looks at is
@@ -50,7 +50,7 @@ class StageList:
         depth: microbatches by which its forwards may run ahead of its backwards.
         delay: updates between the weights of a gradient and those that it is applied to.
         synchronous_start: number of mini-batches at the beginning without delay; nobody steps ahead in it.
-        held: how many microbatches of a mini-batch the delay is for; None: all.
+        num_stale: how many microbatches of a mini-batch the delay is for; None: all.
         agrees_first: whether all stages have agreed on an update before this one applies it, also without a flush.
         shares_with: the first stage with a parameter of this one, whose gradient it needs, too.
         drains: numbers of microbatches, counted over the run, after which the pipeline is drained; and at the end.
@@ -60,7 +60,7 @@ class StageList:
     depth: int
     delay: int = 1
     synchronous_start: int = 0
-    held: int | None = None
+    num_stale: int | None = None
     agrees_first: bool = True
     shares_with: int | None = None
     drains: Collection[int] = ()
@@ -71,11 +71,11 @@ class StageList:
     ) -> StageList:
         rule, actions = schedule.stage_rule, schedule.run(count, microbatches, drains)
         agrees, shares = schedule.agrees_first, schedule.shares_with
-        return cls(actions, schedule.depth, rule.delay, rule.synchronous_start, rule.held, agrees, shares, drains)
+        return cls(actions, schedule.depth, rule.delay, rule.synchronous_start, rule.num_stale, agrees, shares, drains)
 
     def version(self, mini_batch: int, place: int) -> int:
         """Weights that a microbatch is promised, written down apart from the schedule's own rule."""
-        if mini_batch < self.synchronous_start or (self.held is not None and place >= self.held):
+        if mini_batch < self.synchronous_start or (self.num_stale is not None and place >= self.num_stale):
             return mini_batch
         return max(mini_batch - self.delay, self.synchronous_start)
 
@@ -160,7 +160,7 @@ class _Reading:
             read[action.kind](action.index)
             # Microbatches are finished in order: the oldest weights needed are those of the next backward.
             oldest = self._version(self._backwards)
-            if self.updates - oldest > (0 if self.stage.held == 0 else self.stage.delay):
+            if self.updates - oldest > (0 if self.stage.num_stale == 0 else self.stage.delay):
                 self._note("versions", f"after {action} the versions W_{oldest} to W_{self.updates} are needed at once")
         counts = self.forwards, self._backwards, self.updates * self.microbatches
         if len(set(counts)) > 1:
@@ -169,8 +169,8 @@ class _Reading:
     @property
     def promises_room(self) -> bool:
         """Whether there is to be a forward between a complete gradient and its update."""
-        held = self.stage.held
-        return self.stage.delay > 0 and (held is None or min(held, self.microbatches) > self.stage.depth)
+        num_stale = self.stage.num_stale
+        return self.stage.delay > 0 and (num_stale is None or min(num_stale, self.microbatches) > self.stage.depth)
 
     @property
     def _backwards(self) -> int:

@@ -118,8 +118,8 @@ def test_the_state_of_a_stage_repeats(drained: int) -> None:
     """Why four mini-batches tell about any number of them: each mini-batch is the one before with other numbers."""
     for count in range(5, 30, 3):
         for ahead in range(count + 1):
-            for held in {None, ahead, ahead + 2}:
-                schedule = OfDepth(0, 1, depth=ahead, stage_rule=StalenessRule(held=held))
+            for num_stale in {None, ahead, ahead + 2}:
+                schedule = OfDepth(0, 1, depth=ahead, stage_rule=StalenessRule(num_stale=num_stale))
                 batches = mini_batches_of(schedule.run(6, count, {drained}), count)
                 usual = 2 if drained else 1
                 assert batches[usual:5] == batches[usual : usual + 1] * (5 - usual)
@@ -169,7 +169,7 @@ def test_holding_back_fewer_than_are_under_way_is_caught_on_any_stage() -> None:
         lists = pipeline(num_stages, lookahead, 0, start=0)
         count = lists[0].depth + 3
         for stage in range(num_stages - 1):
-            bare = [replace(s.stage_rule, held=s.depth - (s.stage == stage)) for s in lists]
+            bare = [replace(s.stage_rule, num_stale=s.depth - (s.stage == stage)) for s in lists]
             changed = [OfDepth.of(s, stage_rule=rule) for s, rule in zip(lists, bare)]
             assert {"gradient", "deadlock"} <= rules(check(changed, count)), (num_stages, lookahead, stage)
 
@@ -202,13 +202,13 @@ def test_the_exact_slack_is_the_smallest_with_which_no_stage_waits_for_the_agree
     most = depth(0, num_stages, lookahead)
     count = most + 2
     schedules = pipeline(num_stages, lookahead, "exact")
-    assert [schedule.stage_rule.held for schedule in schedules] == [most] * num_stages
+    assert [schedule.stage_rule.num_stale for schedule in schedules] == [most] * num_stages
     plain = [[a for a in s.run(4, count) if a.kind is not Kind.UPDATE] for s in schedules]
     before = ancestors(num_stages, lookahead, plain)
     complete = {(stage, f"B{2 * count - 1}") for stage in range(num_stages)}
     for stage in range(num_stages):
-        known = [complete <= before[stage, f"F{2 * count + held}"] for held in range(count)]
-        assert known == [held >= most for held in range(count)], stage
+        known = [complete <= before[stage, f"F{2 * count + num_stale}"] for num_stale in range(count)]
+        assert known == [num_stale >= most for num_stale in range(count)], stage
 
 
 # -- lists that break a rule -----------------------------------------------------------------------------------------
@@ -244,8 +244,8 @@ def without(word: str) -> Edit:
 
 
 # Four stages, eight microbatches. With uniform staleness their depths are 4, 3, 2, 0; stage 1 runs in mini-batch 1
-# F8 B5 F9 B6 ... F15 B12 U0 F16 B13. With the least they are 4, 3, 1, 0; with a slack of 1 they hold back 5, 4, 2, 1:
-# stage 1 runs ... F10 B7 F11 B8 U0 F12 B9 ...; with "exact" all hold back 4.
+# F8 B5 F9 B6 ... F15 B12 U0 F16 B13. With the least they are 4, 3, 1, 0; with a slack of 1, 5, 4, 2, 1 are stale:
+# stage 1 runs ... F10 B7 F11 B8 U0 F12 B9 ...; with "exact" 4 are stale on all.
 MUTATIONS: list[tuple[str, Rule, int, Edit, set[str]]] = [
     ("two forwards swapped", "uniform", 1, swapped("F9", "F10"), {"order"}),
     ("backward before its forward", "uniform", 3, swapped("F9", "B9"), {"order"}),
@@ -288,10 +288,10 @@ def test_a_version_that_is_off_by_a_microbatch_on_one_stage_is_caught(slack: Rul
     schedules = pipeline(4, 1, slack)
     good = schedules[stage]
     off = named(lambda rule, t, place: StalenessRule.version(rule, t, place + step))
-    rule = off(good.stage_rule.delay, good.stage_rule.synchronous_start, good.stage_rule.held)
+    rule = off(good.stage_rule.delay, good.stage_rule.synchronous_start, good.stage_rule.num_stale)
     schedules[stage] = OfDepth.of(good, stage_rule=rule)
     (found,) = check(schedules, 8)
-    place = (good.stage_rule.held or 0) - (step > 0)
+    place = (good.stage_rule.num_stale or 0) - (step > 0)
     assert found.startswith(f"delay: stage {stage} runs microbatch {place} of mini-batch {rule.synchronous_start + 1}")
 
 
@@ -323,7 +323,7 @@ def test_a_drain_that_one_stage_leaves_out_is_a_deadlock() -> None:
 
 def test_a_stage_that_shares_a_parameter_holds_back_as_many_as_the_first_with_it() -> None:
     schedules = [replace(s, shares_with=0 if s.stage == 3 else None) for s in pipeline(4, 0, 0)]
-    assert [schedule.stage_rule.held for schedule in schedules] == [3, 2, 1, 3]
+    assert [schedule.stage_rule.num_stale for schedule in schedules] == [3, 2, 1, 3]
     assert check(schedules, 6) == []
     waits = lists_of([*schedules[:3], replace(schedules[3], shares_with=None)], 6)
     waits[3] = replace(waits[3], shares_with=0)

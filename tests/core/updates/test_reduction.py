@@ -87,7 +87,7 @@ def test_buckets_give_back_what_was_packed() -> None:
 
 def test_late_gradients_are_in_the_last_buckets() -> None:
     """Buckets leave in their order, so that the others need not wait for the end of the backward."""
-    assert [bucket.names for bucket in plan_buckets(leaves(), 1, late=["w2"])] == [["w1"], ["w0"], ["w2"]]
+    assert [bucket.names for bucket in plan_buckets(leaves(), 1, complete_late=["w2"])] == [["w1"], ["w0"], ["w2"]]
 
 
 def test_buckets_leave_while_the_backward_runs(works: list[Work]) -> None:
@@ -109,15 +109,15 @@ def test_nothing_is_waited_for_until_it_is_needed(works: list[Work]) -> None:
     parameters = leaves()
     reduction = Reduction(one_each(parameters), GROUP)
     reduction.send_rest({"w0": torch.ones(4), "w1": None, "w2": torch.ones(4)})
-    assert not reduction.poll()
+    assert not reduction.progress()
     works[1].end()
-    assert not reduction.poll()
+    assert not reduction.progress()
     assert reduction.gradients == {}
     works[0].end()
-    assert not reduction.poll()
+    assert not reduction.progress()
     assert set(reduction.gradients) == {"w2", "w1"}
     works[2].end()
-    assert reduction.poll()
+    assert reduction.progress()
     assert reduction.gradients["w1"] is None
     assert reduction.gradients["w0"] is not None
     assert reduction.gradients["w0"].tolist() == [2.0] * 4

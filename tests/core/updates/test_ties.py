@@ -33,8 +33,8 @@ def test_ties_are_found_between_stages_only(trained: bool) -> None:
     assert find_ties(units, [2, 2]) == [Tie((0, 1), ("0.weight", "2.weight"))]
     (tie,) = find_ties(units, [1, 2, 1])
     assert tie == Tie((0, 1, 2), ("0.weight", "2.weight", "3.weight"))
-    assert [tie.before(stage) for stage in tie.stages] == [None, 0, 1]
-    assert [tie.behind(stage) for stage in tie.stages] == [1, 2, None]
+    assert [tie.prev_sharing(stage) for stage in tie.stages] == [None, 0, 1]
+    assert [tie.next_sharing(stage) for stage in tie.stages] == [1, 2, None]
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])

@@ -86,7 +86,7 @@ def test_mini_batches_pass_on_in_order() -> None:
         tied = cast("TiedGradients", ArrivesLate(looks, passed_on, name))
         queue.pending.append(launched({"a": torch.ones(2)}, index=index, tied=tied))
     queue.pending.append(MiniBatch(Mesh(1, 1, 0), 2, 2, end=3))
-    queue.poll()
+    queue.progress()
     assert passed_on == []
-    queue.poll()
+    queue.progress()
     assert passed_on == ["first", "second"]

@@ -82,11 +82,11 @@ def test_sums_pass_through_every_stage_between_other_messages() -> None:
     first, middle, last = chain(3)
     vector = torch.tensor([1.0, 2.0], dtype=torch.float64)
     output = (torch.zeros(2, requires_grad=True),)
-    last.send_part(0, vector)
+    last.send_partial_sum(0, vector)
     last.send_gradients(0, [torch.ones(2)])
     assert torch.equal(middle.receive_gradients(0, output)[0], torch.ones(2))
-    middle.send_part(0, middle.receive_part(0) + vector)
-    total = first.receive_part(0) + vector
+    middle.send_partial_sum(0, middle.receive_partial_sum(0) + vector)
+    total = first.receive_partial_sum(0) + vector
     first.send_total(0, total)
     send(first, 1, torch.ones(1))
     send(middle, 1, middle.receive_activation(1).tensors[0])  # it meets the total on the way
@@ -136,7 +136,7 @@ def wrong_call() -> None:
 def part_for_a_total() -> None:
     """It belongs behind gradients, a total in front of activations: it would be summed up twice."""
     first, last = chain(2)
-    link = first._after
+    link = first._next
     assert link is not None
     link.write(3, 1, [bytes(16)])
     last.receive_total(1)

@@ -82,6 +82,6 @@ def test_memory_is_the_largest_of_each_stage(monkeypatch: pytest.MonkeyPatch) ->
     mesh, watch = SimpleNamespace(stage=1, num_stages=2), SimpleNamespace(collective=nullcontext)
     found = ["0 1000000000", "1 2000000000", "0 1500000000"]
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3_000_000_000)
-    monkeypatch.setattr(pipeline_monitor, "exchange", lambda mesh, own: [own, *found])
+    monkeypatch.setattr(pipeline_monitor, "all_gather_object", lambda mesh, own: [own, *found])
     peaks = pipeline_monitor.peak_memory(SimpleNamespace(mesh=mesh, watch=watch), torch.device("cuda:0"))  # type: ignore[arg-type]
     assert peaks == {"peak_memory_stage_0": 1.5, "peak_memory_stage_1": 3.0}
