@@ -304,8 +304,6 @@ class UpdateQueue:
 
     def _read_totals_and_step(self, mini_batch: MiniBatch) -> Update:
         """Wait for all ranks' control messages of a mini-batch, and apply its update unless it has been applied."""
-        if self.schedule.steps_ahead(mini_batch.index):
-            self._step_ahead(mini_batch)
         with self.runner.span(Wait.AGREEMENT, mini_batch.index):
             message = mini_batch.wait()
         if self.runner.trace is not None:
