@@ -97,7 +97,7 @@ MUTATIONS: dict[str, list[tuple[str, str]]] = {
         ("        sums[name] = gradient.to(dtype)", "        sums[name] = gradient"),
     ],
     "updates/update_queue.py": [
-        ("foreach.divide_(there, update.message.weight)", "pass"),
+        ("foreach.divide_(there, step.weight)", "pass"),
         (
             'drawing_from(runner.seed, runner.device, "update", self.mesh.stage, index)',
             'drawing_from(runner.seed, runner.device, "update", index)',
@@ -109,27 +109,30 @@ MUTATIONS: dict[str, list[tuple[str, str]]] = {
         ),
         ("            gradients[name] = None\n", "            pass\n"),
         (
-            "if message.weight and message.finite:\n            self.last_norm",
-            "if message.weight:\n            self.last_norm",
+            "if totals.weight and totals.finite:\n            self.last_norm",
+            "if totals.weight:\n            self.last_norm",
         ),
-        ('if not message.finite and self.settings.nonfinite_gradients == "stop":', "if False:"),
-        ("self.agreed.interrupted |= message.interrupted > 0", "pass"),
-        ("self.agreed.finished |= message.finished > 0", "pass"),
+        ('if not totals.finite and self.settings.nonfinite_gradients == "stop":', "if False:"),
+        ("self.agreed.interrupted |= totals.interrupted > 0", "pass"),
+        ("self.agreed.finished |= totals.finished > 0", "pass"),
         (
-            "return self._advance_and_step(mini_batch, message, message.finite and message.weight > 0)",
-            "return self._advance_and_step(mini_batch, message, message.weight > 0)",
+            "is_sound = [totals.norm] * len(self._clip_groups), totals.finite and",
+            "is_sound = [totals.norm] * len(self._clip_groups), True and",
         ),
-        ("mini_batch, message, finite and weight > 0, norms)", "mini_batch, message, weight > 0, norms)"),
+        ("weight, statistics, norms, finite and weight > 0)", "weight, statistics, norms, weight > 0)"),
         ("norm = 0.0 if self.last_norm is None else self.last_norm", "norm = 0.0"),
         ("while self.pending and self.pending[0].index < due:", "while self.pending and self.pending[0].index <= due:"),
         ("mini_batch.note = end, hyper_parameters or [], note", "mini_batch.note = end, [], note"),
         ("self._starts.append((index, first))", "self._starts.append((index, 0))"),
     ],
     "updates/mini_batch.py": [
-        ("vector = transport.receive_partial_sum(self.index) + vector", "transport.receive_partial_sum(self.index)"),
+        (
+            "message = self.transport.receive_partial_sum(self.mini_batch) + message",
+            "self.transport.receive_partial_sum(self.mini_batch)",
+        ),
         ("weight = self.weight if mesh.is_last else 0.0", "weight = self.weight"),
         ("squares = squares if mesh.replica == 0 and finite else 0.0", "squares = squares if finite else 0.0"),
-        ("return ControlMessage(weight, norm, non_finite == 0,", "return ControlMessage(weight, norm, True,"),
+        ("return Totals(weight, norm, non_finite == 0,", "return Totals(weight, norm, True,"),
         (
             "names = set(gradients if self.reduction is None else self.tied.names) - self.tied.counted_by_others",
             "names = set(gradients if self.reduction is None else self.tied.names)",
@@ -154,11 +157,11 @@ MUTATIONS: dict[str, list[tuple[str, str]]] = {
             "        newest, weights = self.weights.newest, self.weights.for_evaluation()",
             "        newest, weights = self.weights.newest, None",
         ),
-        ('            engine.updates.last_norm = state.get("norm")\n', ""),
+        ("        self.updates.last_norm = last_norm\n", ""),
         ('        self.evaluated = state.get("evaluated", 0)\n', ""),
         ("weights = self.weights.leaves_for_backward(flight.version)", "weights = self.weights.leaves(flight.version)"),
         (
-            "                modes.enter_context(engine.modes_of_forwards())",
+            "                modes.enter_context(stage.modes_of_forwards())",
             "                pass",
         ),
         (

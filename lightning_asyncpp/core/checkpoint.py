@@ -247,8 +247,8 @@ def load_pipeline_state(session: PipelineSession, state: Mapping[str, Any] | Non
     masters = {name: master for name, master in found.items() if master is not None}  # frozen parameters had no masters
     engine.load_state_dict(state["engine"], older if state[OLDER] else {}, masters)
     session.seed = int(state["seed"])
-    for each in (engine, *engine.stage_engines):
-        each.runner.seed = session.seed
+    for runner in (engine.runner, *(stage.runner for stage in engine.stages)):
+        runner.seed = session.seed
 
 
 def rank_to_follow(mesh: Mesh, state: Mapping[str, Any]) -> int:

@@ -2,7 +2,7 @@
 
 Each stage computes the norms of its gradients in fp64 (:func:`norms_of`). Only the first replica's norms are used,
 since all replicas have the same gradients. A shared parameter counts on one stage only. The squares are summed over all
-ranks in the update's control message (:class:`.ControlMessage`), so that every stage knows the norm of the whole
+ranks in the update's control message (:class:`.Totals`), so that every stage knows the norm of the whole
 gradient (:func:`gradient_norm`). At the update each stage clips its gradients by this norm (:func:`clip_by_norm`). With
 the Trainer this replaces Lightning's ``clip_grad_by_norm``. With Fabric, ``fabric.clip_gradients`` gives ``max_norm``.
 

@@ -1,7 +1,7 @@
-"""P stages in one process: one engine per stage, all on one whole model, with messages in memory.
+"""P stages in one process, all on one whole model, with messages in memory.
 
-Every stage has an :class:`~lightning_asyncpp.core.engine.Engine`, a schedule and weight versions, as in a
-separate process. Stages take turns: each runs its next action when the action's inputs have arrived. Nothing blocks, so
+Every stage has a :class:`~lightning_asyncpp.core.engine.StageEngine`, a schedule and weight versions, as in a separate
+process. Stages take turns: each runs its next action when the action's inputs have arrived. Nothing blocks, so
 the order is the same in every run, errors have the stack trace of the code that raised them, and a deadlock raises an
 error at once.
 """
@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.cut.ties import Tie
-from lightning_asyncpp.core.engine import Actions, Engine
-from lightning_asyncpp.core.host_copies import HostBatch
+from lightning_asyncpp.core.engine import Actions, Engine, StageEngine
 from lightning_asyncpp.core.local_messages import LocalMesh, LocalTransport, Mailbox
 from lightning_asyncpp.core.microbatch import BatchOutput, Step, UserHooks
 from lightning_asyncpp.core.ranks.mesh import Mesh
@@ -33,7 +32,7 @@ T = TypeVar("T")
 
 
 class LocalPipeline(Engine):
-    """Engines of all stages, with the interface of one engine whose stage is the whole model.
+    """All stages of a pipeline, of which callers see the whole model.
 
     Args:
         whole: the whole model as one stage, for evaluation and for names.
@@ -42,10 +41,9 @@ class LocalPipeline(Engine):
         seed: seed of the run.
         device: device of all stages.
         hooks: user's hooks for microbatches and the loss.
-
-    Attributes:
-        engines: engine of each stage, in order.
     """
+
+    weights: AllWeights
 
     def __init__(
         self,
@@ -56,34 +54,18 @@ class LocalPipeline(Engine):
         device: torch.device,
         hooks: UserHooks,
     ) -> None:
-        # Replaces Engine.__init__, which sets the attributes of a single stage.
-        self.stage, self.mesh, self.settings = whole, Mesh(1, 1, 0), settings
-        self.host_batch, self.evaluated = HostBatch(), 0
         self._ties = share(stages)
         self._mailbox = Mailbox(len(stages))
         self._turns = _Turns(whole.root, len(stages))
-        self.engines = [self._engine(stage, seed, device, hooks) for stage in stages]
-        self.runner = stage_runner(whole, self.mesh, None, hooks, seed, device)
-        self.schedule = self.engines[-1].schedule  # the last stage computes and logs the loss
-        self.updates = self.engines[0].updates  # the first stage applies an update last
-        self.weights: AllWeights = AllWeights(self.engines, self._ties, whole.uses)
 
-    def _engine(self, stage: Stage, seed: int, device: torch.device, hooks: UserHooks) -> Engine:
-        mesh = LocalMesh(self._mailbox, self.settings.num_stages, stage.index)
-        transport = LocalTransport(self._mailbox, stage.index, device) if stage.num_stages > 1 else None
-        engine = Engine(stage, mesh, self.settings, seed, device, hooks, transport=transport)
-        engine.host_batch = self.host_batch
-        return engine
+        def engine(stage: Stage) -> StageEngine:
+            mesh = LocalMesh(self._mailbox, len(stages), stage.index)
+            transport = LocalTransport(self._mailbox, stage.index, device) if len(stages) > 1 else None
+            return StageEngine(stage, mesh, settings, seed, device, hooks, transport=transport)
 
-    @property
-    def stage_engines(self) -> Sequence[Engine]:
-        """Engines of the stages."""
-        return self.engines
-
-    @property
-    def next_forward(self) -> int:  # type: ignore[override]
-        """Number of the next microbatch, counted over the run."""
-        return self.engines[0].next_forward
+        engines, mesh = [engine(stage) for stage in stages], Mesh(1, 1, 0)
+        weights = AllWeights([engine.weights for engine in engines], self._ties, whole.uses)
+        super().__init__(engines, mesh, stage_runner(whole, mesh, None, hooks, seed, device), weights)
 
     def run(self, batch: Any, step: Step, after_update: Callable[[], object] = lambda: None) -> BatchOutput:
         """Run a training batch on all stages; see :meth:`Engine.run`."""
@@ -93,13 +75,13 @@ class LocalPipeline(Engine):
 
     # -- turns ----------------------------------------------------------------------------------------------------
 
-    def _run_all(self, actions: Callable[[Engine], Actions[T]]) -> list[T]:
+    def _run_all(self, actions: Callable[[StageEngine], Actions[T]]) -> list[T]:
         """Run the actions of all stages, each when its inputs have arrived; return each stage's result.
 
         Raises:
             RuntimeError: every stage waits for another stage.
         """
-        of_stages = [actions(engine) for engine in self.engines]
+        of_stages = [actions(stage) for stage in self.stages]
         results: dict[int, T] = {}
         waiting: dict[int, Action] = {}
 
@@ -128,26 +110,25 @@ class LocalPipeline(Engine):
 
     def _is_ready(self, number: int, action: Action) -> bool:
         """Return whether a stage can run an action without waiting."""
-        engine, mailbox = self.engines[number], self._mailbox
+        stage, mailbox = self.stages[number], self._mailbox
         if action.kind is Kind.FORWARD:
-            return engine.mesh.is_first or bool(mailbox.activations[number])
+            return stage.mesh.is_first or bool(mailbox.activations[number])
         if action.kind is Kind.BACKWARD:
             # A microbatch without a gradient waits, too: later stages must complete shared weights' gradients first.
-            return engine.mesh.is_last or self.engines[number + 1].next_backward > action.index
-        mini_batch = next((m for m in engine.updates.pending if m.index == action.index), None)
+            return stage.mesh.is_last or self.stages[number + 1].next_backward > action.index
+        mini_batch = next((m for m in stage.updates.pending if m.index == action.index), None)
         if mini_batch is None:
             return True  # a drain has applied the update
         if any(
-            number in tie.stages[1:] and self.engines[tie.stages[0]].weights.newest <= action.index
-            for tie in self._ties
+            number in tie.stages[1:] and self.stages[tie.stages[0]].weights.newest <= action.index for tie in self._ties
         ):
             return False  # the owner must apply this update first, since the stage copies the owner's weights
-        for other in reversed(self.engines):
+        for other in reversed(self.stages):
             other.updates.progress()
         if mini_batch.tied is not None and not mini_batch.tied.has_whole_sums():
             return False
-        steps_ahead = engine.schedule.steps_ahead(action.index) and not mini_batch.stepped
-        return steps_ahead or len(self.engines) == 1 or action.index in mailbox.totals
+        steps_ahead = stage.schedule.steps_ahead(action.index) and not mini_batch.stepped
+        return steps_ahead or len(self.stages) == 1 or action.index in mailbox.totals
 
 
 def _python_draws() -> tuple[Any, Any]:
@@ -218,31 +199,26 @@ class _Turns:
             self._draws = []
 
 
-class AllWeights(WeightVersions):
+class AllWeights:
     """Weight versions of all stages, by their names in the whole model.
 
     Versions and masters are explained in :mod:`lightning_asyncpp.core.weights`. The first stage that has a shared
     parameter owns it: only the owner's optimizer step changes the parameter, and later stages copy it.
 
     Args:
-        engines: engines of the stages.
+        stages: weights of each stage, in order.
         ties: trained parameters that several stages share.
         uses: name of a shared parameter in a later layer -> its name in the first layer that has it.
     """
 
-    def __init__(self, engines: Sequence[Engine], ties: Sequence[Tie], uses: Mapping[str, str]) -> None:
-        # Replaces WeightVersions.__init__, which sets the attributes of a single stage.
-        self._all = [engine.weights for engine in engines]
-        self._ties, self._shared_uses = ties, uses
+    def __init__(self, stages: Sequence[WeightVersions], ties: Sequence[Tie], uses: Mapping[str, str]) -> None:
+        self._all, self._ties, self._shared_uses = stages, ties, uses
         self._copies = {copy for tie in ties for copy in zip(tie.stages[1:], tie.names[1:])}
-        first = self._all[0]
-        self.num_versions, self.compute_dtype = max(weights.num_versions for weights in self._all), first.compute_dtype
-        self.has_masters = first.has_masters
         self.parameters = self._merged(lambda weights: weights.parameters)
         self.buffers = self._merged(lambda weights: weights.buffers)
 
     @property
-    def newest(self) -> int:  # type: ignore[override]
+    def newest(self) -> int:
         """Newest version that all stages have."""
         return min(weights.newest for weights in self._all)
 
@@ -255,7 +231,7 @@ class AllWeights(WeightVersions):
 
     def for_evaluation(self) -> dict[str, Tensor] | None:
         """Return the leaf tensors of the newest version; None if they are the module's parameters."""
-        if not self.has_masters:
+        if not self._all[0].has_masters:
             return None
         found = self._merged(lambda weights: weights.leaves(weights.newest))
         return found | {use: found[name] for use, name in self._shared_uses.items() if name in found}

@@ -26,7 +26,7 @@ class Mailbox:
     Attributes:
         activations: for each stage, activations from the previous stage.
         gradients: for each stage, gradients from the next stage.
-        partial_sums: (stage, mini-batch) -> sum of the control messages (:class:`.ControlMessage`) of all later stages.
+        partial_sums: (stage, mini-batch) -> sum of the control messages (:class:`.PipelineSum`) of all later stages.
         totals: mini-batch -> sum of the control messages of all stages.
         arrived: (from rank, to rank, tag) -> messages whose receives are not posted yet.
         awaited: (from rank, to rank, tag) -> receives whose messages are not sent yet.

@@ -15,14 +15,14 @@ from lightning_asyncpp.core.cut.partition import Partition
 from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.cut.units import Unit, ownership_problems, pipeline_units
 from lightning_asyncpp.core.cut.whole_model import WholeModel
-from lightning_asyncpp.core.engine import Engine
+from lightning_asyncpp.core.engine import Engine, StageEngine
 from lightning_asyncpp.core.local import LocalPipeline
 from lightning_asyncpp.core.microbatch import UserHooks
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.core.stage_optimizer import AttachedOptimizer, OptimizerStep
-from lightning_asyncpp.core.updates.mini_batch import Update
+from lightning_asyncpp.core.updates.update import StepInput
 from lightning_asyncpp.errors import ConfigurationError
 
 
@@ -111,13 +111,13 @@ class LocalSession(PipelineSession):
         """Attach each stage's part of the optimizer to its engine."""
         whole = self.stage_optimizer
 
-        def attached(stage_engine: Engine) -> AttachedOptimizer:
+        def attached(stage_engine: StageEngine) -> AttachedOptimizer:
             stage = stage_engine.stage
             others = [other for other in self._stages if other is not stage]
             own_step = _among_own(stage, others, step)
             return AttachedOptimizer(whole.for_stage(stage.parameters.values()), stage_engine, own_step)
 
-        self._attached = [attached(stage_engine) for stage_engine in engine.stage_engines]
+        self._attached = [attached(stage_engine) for stage_engine in engine.stages]
 
 
 def _among_own(stage: Stage, others: Iterable[Stage], step: OptimizerStep) -> OptimizerStep:
@@ -127,12 +127,12 @@ def _among_own(stage: Stage, others: Iterable[Stage], step: OptimizerStep) -> Op
     )
     of_others = [attributes for module, attributes in hidden.items() if module not in own]
 
-    def among_own(update: Update) -> None:
+    def among_own(given: StepInput) -> None:
         parameters = [attributes["_parameters"] for attributes in of_others]
         for attributes in of_others:
             attributes["_parameters"] = {}
         try:
-            step(update)
+            step(given)
         finally:
             for attributes, kept in zip(of_others, parameters):
                 attributes["_parameters"] = kept

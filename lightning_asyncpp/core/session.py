@@ -19,7 +19,7 @@ from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.cut.partition import Partition
 from lightning_asyncpp.core.cut.stage import Stage
 from lightning_asyncpp.core.cut.whole_model import WholeModel
-from lightning_asyncpp.core.engine import Engine
+from lightning_asyncpp.core.engine import Engine, StageEngine
 from lightning_asyncpp.core.failure_watch import FailureWatch
 from lightning_asyncpp.core.microbatch import UserHooks
 from lightning_asyncpp.core.ranks.agreement import compare_ranks, copy_first_replica, in_same_call
@@ -32,7 +32,7 @@ from lightning_asyncpp.core.stage_optimizer import (
     in_words,
     name_parameters,
 )
-from lightning_asyncpp.core.updates.mini_batch import Update
+from lightning_asyncpp.core.updates.update import StepInput, Update
 from lightning_asyncpp.errors import PeerLostError, ProtocolError
 
 
@@ -120,7 +120,8 @@ class PipelineSession:
         self._reset_run()
         resolved = self._run_settings(training).resolved(mesh.world_size)
         timeout = None if self.timeout is None else self.timeout.total_seconds()
-        self.engine = Engine(stage, mesh, resolved, self.seed, device, hooks, timeout)
+        own = StageEngine(stage, mesh, resolved, self.seed, device, hooks, timeout)
+        self.engine = Engine([own], mesh, own.runner, own.weights)
         self.watch.set_transport(self.engine.runner.transport, self.engine.ended_as_agreed)
         return self.engine
 
@@ -181,7 +182,7 @@ class PipelineSession:
     def _attach_parts(self, engine: Engine, step: OptimizerStep) -> None:
         """Attach the optimizer to the engine."""
         self.stage_optimizer.keep_own()
-        self._attached = [AttachedOptimizer(self.stage_optimizer, engine, step)]
+        self._attached = [AttachedOptimizer(self.stage_optimizer, engine.stages[0], step)]
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -212,7 +213,7 @@ class PipelineSession:
 
     def check_drain(self) -> None:
         """Raise RuntimeError if an update is being applied, since :meth:`drain` would find the update incomplete."""
-        if self._update is not None:
+        if self._running_step is not None:
             raise RuntimeError(
                 "weights cannot be gathered, saved, loaded or evaluated while an update is applied, as in a hook of the"
                 " optimizer's step: do this in on_train_batch_end, or in a Fabric loop after optimizer.step()"
@@ -229,9 +230,9 @@ class PipelineSession:
         Raises:
             RuntimeError: no update is being applied, so there are no gradients.
         """
-        if self._update is None:
+        if self._running_step is None:
             raise RuntimeError("gradients can be clipped only while an update is applied")
-        for parameters, norm in self._update.clip_groups:
+        for parameters, norm in self._running_step.clip_groups:
             clip_by_norm(parameters, norm, max_norm)
 
     def close(self) -> None:
@@ -267,6 +268,6 @@ class PipelineSession:
             self.watch.close()
 
     @property
-    def _update(self) -> Update | None:
-        """Update that is being applied; None if there is none."""
-        return next((a.running_update for a in self._attached if a.running_update is not None), None)
+    def _running_step(self) -> StepInput | None:
+        """Input of the step that is running; None if there is none."""
+        return next((a.running_step for a in self._attached if a.running_step is not None), None)

@@ -37,7 +37,7 @@ def simulate(
         forward: time of a forward.
         backward: time of a backward.
         hop: latency of a message between two stages; both stages go on meanwhile. The control message of an update
-            (:class:`.ControlMessage`) is summed from the last stage to the first, which sends the sum to all. A stage
+            (:class:`.PipelineSum`) is summed from the last stage to the first, which sends the sum to all. A stage
             that steps ahead (:meth:`.Schedule.steps_ahead`) needs the sum of mini-batch t only before mini-batch t + 2.
         update: time of an update.
         reduction: time from a stage's last backward of a mini-batch until its gradients are reduced over replicas. The

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_asyncpp.core import foreach
-from lightning_asyncpp.core.engine import Engine
-from lightning_asyncpp.core.updates.mini_batch import HyperParameters, Update
+from lightning_asyncpp.core.engine import StageEngine
+from lightning_asyncpp.core.updates.update import HyperParameters, StepInput
 from lightning_asyncpp.errors import ConfigurationError
 
-OptimizerStep = Callable[[Update], None]
+OptimizerStep = Callable[[StepInput], None]
 _PARAMETERS = ("params", "param_names")
 _PLAIN = frozenset({type(None), bool, int, float, str})  # immutable values
 _NOTHING = nullcontext()
@@ -182,15 +182,15 @@ class AttachedOptimizer:
         stage_optimizer: optimizer of the engine's stage; before each step, an optimizer with ``set_delay``
             receives the age of the gradients.
         engine: engine that applies the updates.
-        step: function that, given an update, clips the gradient and steps the optimizer; raises if the run has failed.
+        step: function that, given its input, clips the gradient and steps the optimizer; raises if the run has failed.
 
     Attributes:
-        running_update: update that is being applied; None if there is none.
+        running_step: input of the step that is running; None if there is none.
     """
 
-    def __init__(self, stage_optimizer: StageOptimizer, engine: Engine, step: OptimizerStep) -> None:
+    def __init__(self, stage_optimizer: StageOptimizer, engine: StageEngine, step: OptimizerStep) -> None:
         self.stage_optimizer, self._engine, self._strategy_step = stage_optimizer, engine, step
-        self.running_update: Update | None = None
+        self.running_step: StepInput | None = None
         optimizer: Any = stage_optimizer.optimizer
         self._set_optimizer_delay: Callable[[float], None] | None = getattr(optimizer, "set_delay", None)
         engine.weights.masters_hold_weights = not hasattr(optimizer, "compute_weights")
@@ -203,16 +203,16 @@ class AttachedOptimizer:
         self._engine.updates.detach()
         self.stage_optimizer.release()
 
-    def _apply(self, update: Update) -> None:
+    def _apply(self, step: StepInput) -> None:
         if self._set_optimizer_delay is not None:
-            self._set_optimizer_delay(update.staleness)
+            self._set_optimizer_delay(step.staleness)
         masters = self._engine.weights.copies_of_masters()
-        self.running_update = update
+        self.running_step = step
         try:
-            with around_step(self.stage_optimizer.optimizer, update.weights_before, masters):
-                self.stage_optimizer.step(update.hyper_parameters, partial(self._strategy_step, update))
+            with around_step(self.stage_optimizer.optimizer, step.weights_before, masters):
+                self.stage_optimizer.step(step.hyper_parameters, partial(self._strategy_step, step))
         finally:
-            self.running_update = None
+            self.running_step = None
 
 
 @contextmanager

@@ -12,12 +12,45 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.core import foreach
 from lightning_asyncpp.errors import ConfigurationError
+
+
+class Weights(Protocol):
+    """Weights of the stages in this process: :class:`WeightVersions` of one, :class:`.AllWeights` of several."""
+
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, Tensor]
+
+    @property
+    def newest(self) -> int:
+        """Newest version that all stages have."""
+
+    def for_evaluation(self) -> dict[str, Tensor] | None:
+        """Return the leaf tensors of the newest version; None if they are the module's parameters."""
+
+    def older(self) -> dict[str, Tensor]:
+        """Return the weights of the version before the newest, where there are two."""
+
+    def masters(self) -> dict[str, Tensor]:
+        """Return the masters by name; empty without masters."""
+
+    def restore(self, newest: int, older: Mapping[str, Tensor] = {}, masters: Mapping[str, Tensor] = {}) -> None:
+        """Set version ``newest`` from the parameters, the version before it from ``older``, and then the masters."""
+
+    def adopt(self, unseen: bool = False) -> None:
+        """Copy changes of the parameters since the last update into the newest version."""
+
+    def release_masters(self) -> None:
+        """Replace masters in the module by the newest weights."""
+
+    def to_host(self) -> None:
+        """Move all versions to the host."""
 
 
 class WeightVersions:

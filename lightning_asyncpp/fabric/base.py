@@ -24,7 +24,7 @@ from lightning_asyncpp.core.microbatch import UserHooks, or_nan
 from lightning_asyncpp.core.ranks.agreement import agree_on_problems
 from lightning_asyncpp.core.trace import Activity, Wait
 from lightning_asyncpp.core.tree import merge_outputs
-from lightning_asyncpp.core.updates.mini_batch import Update
+from lightning_asyncpp.core.updates.update import StepInput, Update
 from lightning_asyncpp.dependencies import required
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.fabric.calls import ONE_MODEL_ONE_OPTIMIZER, module_problems, not_set_up
@@ -247,12 +247,12 @@ class PipelineStrategy(PipelineCheckpoints):
         if self._recorder is not None:
             self._recorder.write()
 
-    def _step_optimizer(self, update: Update) -> None:
+    def _step_optimizer(self, step: StepInput) -> None:
         self.session.watch.check()
         optimizer = self.session.optimizer
         assert optimizer is not None
-        if update.note is not None:
-            name, limit = update.note
+        if step.note is not None:
+            name, limit = step.note
             if name == "max_norm":
                 self.session.clip(limit)
             else:
@@ -261,9 +261,9 @@ class PipelineStrategy(PipelineCheckpoints):
 
     def _applied(self, updates: list[Update]) -> None:
         for update in updates:
-            self.gradient_norm = update.message.norm
-            if update.message.weight:
-                self.layer_metrics = self.session.whole_model.statistics.metrics(update.message.statistics)
+            self.gradient_norm = update.totals.norm
+            if update.totals.weight:
+                self.layer_metrics = self.session.whole_model.statistics.metrics(update.totals.statistics)
 
     def _drain(self) -> None:
         """Drain between two mini-batches."""

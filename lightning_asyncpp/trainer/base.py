@@ -24,7 +24,7 @@ from lightning_asyncpp.core.engine import Engine
 from lightning_asyncpp.core.microbatch import UserHooks, or_nan
 from lightning_asyncpp.core.randomness import drawing_from
 from lightning_asyncpp.core.ranks.agreement import agree_on_error, agree_on_problems
-from lightning_asyncpp.core.updates.mini_batch import Update
+from lightning_asyncpp.core.updates.update import StepInput, Update
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.mixin import expect_early_schedulers
 from lightning_asyncpp.strategy_parts.stage_loader import has_placeholder, shuffles
@@ -265,15 +265,15 @@ class PipelineStrategy(EvaluationSteps):
 
     def _receive(self, updates: Sequence[Update]) -> None:
         for update in updates:
-            self.gradient_norm = update.message.norm
-            if not update.message.finite:
+            self.gradient_norm = update.totals.norm
+            if not update.totals.finite:
                 rank_zero_warn(f"mini-batch {update.mini_batch}: its gradient holds NaN or Inf; the update was skipped")
         self.step_log.receive(updates)
 
-    def _step_optimizer(self, update: Update) -> None:
+    def _step_optimizer(self, step: StepInput) -> None:
         """Step the optimizer and call the user's hooks, with the step count and clipping of the gradient's batch."""
         self._running()
-        with private.at_update(self._module.trainer, update.note):
+        with private.at_update(self._module.trainer, step.note):
             self.precision_plugin.optimizer_step(self.optimizers[0], model=self._module, closure=lambda: None)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:

@@ -109,9 +109,7 @@ class BatchEnds(Callback):
         engine, trainer = self._session.running(), self._trainer
         # The Trainer's count decides, since it is the same on all ranks; a rank may have skipped a step.
         goes_on = (trainer.fit_loop.epoch_loop.batch_idx + 1) % trainer.accumulate_grad_batches != 0
-        return len(engine.stage_engines) > 1 or (
-            _MAY_CHANGE in self.kinds and goes_on and engine.next_batch_may_use_newest
-        )
+        return len(engine.stages) > 1 or (_MAY_CHANGE in self.kinds and goes_on and engine.next_batch_may_use_newest)
 
     def check_drain(self) -> None:
         """Refuse a drain while a hook of an earlier batch is called in the middle of a batch.

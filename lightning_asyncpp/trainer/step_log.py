@@ -27,7 +27,7 @@ from lightning_asyncpp.core.host_copies import Reading
 from lightning_asyncpp.core.ranks.agreement import all_gather_object, broadcast
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.session import PipelineSession
-from lightning_asyncpp.core.updates.mini_batch import Update
+from lightning_asyncpp.core.updates.update import Update
 from lightning_asyncpp.trainer import private
 
 EPOCH_ENDS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end")
@@ -217,8 +217,8 @@ class StepLog:
     def receive(self, updates: Sequence[Update]) -> None:
         """Keep the layers' statistics of updates until :meth:`end_batch`."""
         for update in updates:
-            if update.message.weight and len(update.message.statistics):
-                counted = self.session.whole_model.statistics.metrics(update.message.statistics)
+            if update.totals.weight and len(update.totals.statistics):
+                counted = self.session.whole_model.statistics.metrics(update.totals.statistics)
                 self._counted.append((update.mini_batch, counted))
 
     def end_batch(self) -> None:

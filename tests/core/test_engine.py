@@ -366,7 +366,7 @@ def test_what_the_optimizer_does_not_have_is_not_in_the_norm() -> None:
 @pytest.mark.parametrize(("options", "rooms"), [({}, [2, 2]), ({"staleness": "least"}, [2, 1]), ({"delay": 0}, [1, 1])])
 def test_a_stage_without_old_gradients_keeps_one_version(options: dict[str, Any], rooms: list[int]) -> None:
     engine = Training(Case(4, **options), ALONE, 2).engine
-    assert [part.weights.num_versions for part in engine.stage_engines] == rooms
+    assert [part.weights.num_versions for part in engine.stages] == rooms
 
 
 def test_weights_kept_in_another_way_are_refused() -> None:

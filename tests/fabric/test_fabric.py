@@ -153,7 +153,7 @@ def test_a_model_that_is_loaded_later_leaves_the_run_where_it_is(tmp_path: Path)
     run.train(start=2, stop=3)
     run.fabric.load(path, {"model": run.model})
     assert engine.mini_batch == 3
-    for part in engine.stage_engines:
+    for part in engine.stages:
         older, newest = part.weights.leaves(2), part.weights.leaves(3)
         assert all(torch.equal(older[name], newest[name]) for name in newest)
 
@@ -173,7 +173,7 @@ def test_many_evaluations_drain_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def check_copies(run: Run) -> None:
     """A parameter of both stages is the same on them in every version."""
     run.strategy.drain()
-    first, last = (part.weights for part in run.strategy.session.running().engines)
+    first, last = (part.weights for part in run.strategy.session.running().stages)
     for version in range(max(0, first.newest - first.num_versions + 1), first.newest + 1):
         assert torch.equal(first.leaves(version)["0.weight"], last.leaves(version)["8.weight"]), version
 

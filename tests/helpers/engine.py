@@ -28,7 +28,7 @@ from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import PipelineSettings
 from lightning_asyncpp.core.trace import Span, utilisation
 from lightning_asyncpp.core.tree import tensors_of
-from lightning_asyncpp.core.updates.mini_batch import Update
+from lightning_asyncpp.core.updates.update import StepInput, Update
 from lightning_asyncpp.reference import StaleCount, train_reference
 from tests.helpers.cases import Case
 from tests.helpers.random_cases import draw, is_exact
@@ -147,8 +147,8 @@ class Training:
             "losses": self.losses, "norms": self.norms, "statistics": self.statistics,
         }  # fmt: skip
 
-    def _step(self, update: Update) -> None:
-        assert update.note == update.mini_batch
+    def _step(self, step: StepInput) -> None:
+        assert step.note == step.mini_batch
         if self.case.max_norm is not None:
             self.session.clip(self.case.max_norm)
         self.optimizer.step()
@@ -156,9 +156,9 @@ class Training:
     def _take(self, updates: list[Update]) -> None:
         layout = self.stage.whole.statistics
         for update in updates:
-            if update.message.finite and update.message.weight:
-                self.norms.append(update.message.norm)
-                self.statistics.append(layout.metrics(update.message.statistics))
+            if update.totals.finite and update.totals.weight:
+                self.norms.append(update.totals.norm)
+                self.statistics.append(layout.metrics(update.totals.statistics))
 
     def _from_first_rank(self, saved: Any) -> Any:
         """As written to a file and read again."""
@@ -191,8 +191,8 @@ def check_what_is_kept(engine: Engine, outputs: list[BatchOutput]) -> None:
     """Nothing that is done with may hold on to memory until the next drain, or the end of the batch."""
     results = [tensor for output in outputs for tensor in tensors_of(output.results)]
     assert not any(tensor.requires_grad for tensor in results)
-    assert all(len(part.updates._sending) <= 3 for part in engine.stage_engines)  # shared gradients on their way
-    stepped = [mini_batch for part in engine.stage_engines for mini_batch in part.updates.pending if mini_batch.stepped]
+    assert all(len(part.updates._sending) <= 3 for part in engine.stages)  # shared gradients on their way
+    stepped = [mini_batch for part in engine.stages for mini_batch in part.updates.pending if mini_batch.stepped]
     assert not any(gradient is not None for mini_batch in stepped for gradient in mini_batch.gradients.values())
     assert not any(mini_batch.reduction._sent for mini_batch in stepped if mini_batch.reduction is not None)
 

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_asyncpp.core.cut.cutting import cut
-from lightning_asyncpp.core.engine import Engine
+from lightning_asyncpp.core.engine import Engine, StageEngine
 from lightning_asyncpp.core.microbatch import UserHooks
 from lightning_asyncpp.core.ranks.agreement import agree_on_error
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.schedule import Staleness
 from lightning_asyncpp.core.settings import PipelineSettings
-from lightning_asyncpp.core.updates.mini_batch import Update
+from lightning_asyncpp.core.updates.update import Update
 from lightning_asyncpp.errors import NonFiniteGradientError
 from tests.helpers.cases import Case, make_model
 from tests.helpers.pool import free_port, worker_context
@@ -98,13 +98,14 @@ class Run:
     def __post_init__(self) -> None:
         mesh = self.mesh
         self.model = make_model()
-        stage = cut(self.model, mesh.stage, mesh.num_stages, 0, CPU)
+        self.stage = cut(self.model, mesh.stage, mesh.num_stages, 0, CPU)
         settings = PipelineSettings(
             microbatches=self.microbatches, data_parallel_size=mesh.num_replicas, staleness=self.staleness
         )
         self.case = Case(self.microbatches, batch_sizes=(6,) * 40)
         hooks = UserHooks(microbatch_weight=self.case.weight)
-        self.engine = Engine(stage, mesh, settings.resolved(mesh.world_size), 0, CPU, hooks)
+        own = StageEngine(self.stage, mesh, settings.resolved(mesh.world_size), 0, CPU, hooks)
+        self.engine = Engine([own], mesh, own.runner, own.weights)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.engine.updates.optimizer_step = lambda _: self.optimizer.step() and None
         self.step = self.case.step(self.model)
@@ -130,14 +131,14 @@ def error_of_user(mesh: Mesh, stage: int, when: int) -> None:
     for index in range(6):
         step = failing if (mesh.stage, index) == (stage, when) else run.step
         if step is failing and not (mesh.is_first or mesh.is_last):
-            run.engine.stage.units[0].module.forward = lambda x: failing({}, 0.0)
+            run.stage.units[0].module.forward = lambda x: failing({}, 0.0)
         run.train(index, step=step)
 
 
 def layer_returns_text(mesh: Mesh) -> None:
     run = Run(mesh)
     if mesh.is_first:
-        run.engine.stage.units[-1].module.forward = lambda x: "text"
+        run.stage.units[-1].module.forward = lambda x: "text"
     run.train(0)
 
 
@@ -208,11 +209,11 @@ def not_a_number(mesh: Mesh, late: bool) -> tuple[int, str, bool] | None:
     run = Run(mesh, staleness="least" if late else "uniform")
     for index in range(6):
         if (mesh.stage, mesh.replica, index) == (0, mesh.num_replicas - 1, 2):
-            _spoil_gradient(run.engine.stage.units[0].module)
+            _spoil_gradient(run.stage.units[0].module)
         try:
             run.train(index)
         except NonFiniteGradientError as error:
-            weights = run.engine.stage.parameters.values()
+            weights = run.stage.parameters.values()
             return index, str(error), all(bool(weight.isfinite().all()) for weight in weights)
     return None
 

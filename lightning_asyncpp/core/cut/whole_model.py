@@ -1,7 +1,7 @@
 """Description of the whole model; every stage creates it before the cut.
 
-Some layers count statistics (:class:`.StatisticsLayer`). The description has the positions of the counts in the
-:class:`.ControlMessage`.
+Some layers count statistics (:class:`.StatisticsLayer`), which control messages carry. The description has their
+positions there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Blocking collectives that raise alike on all ranks, stop rounds of evaluations, and exchange of control messages."""
+"""Blocking collectives that raise alike on all ranks, and stop rounds of evaluations."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ from lightning_asyncpp.core.ranks.mesh import Mesh, started
 from lightning_asyncpp.errors import ConfigurationError, ConsequenceError, different_calls, lost_peers, raised_alike
 
 T = TypeVar("T")
-MOST_EXCHANGING = 16
-"""With several replicas and more ranks than this, an all-reduce sums control messages (:class:`.ControlMessage`)."""
 _MOST = 8  # differences that an error names
-_CONTROL_TAG = 4
 _REMEDY = "start all ranks with the same script, recipe and arguments"
 
 
@@ -255,58 +252,3 @@ class StopRounds:
         for _ in range(outstanding):
             self._take()
         self._read = 0
-
-
-class ControlExchange:
-    """Sum of a mini-batch's control messages (:class:`.ControlMessage`) over all ranks, with replicas or on GPUs.
-
-    Every rank sends its message to all other ranks; with several replicas and many ranks, an all-reduce sums the
-    messages. Messages cannot follow the gradients along the pipeline, as with one replica on CPUs: replicas finish in
-    any order, and on GPUs each host, far ahead of its device, would wait for all later stages' GPUs.
-
-    Args:
-        mesh: connected mesh of ranks.
-        length: length of the vectors, the same on all ranks.
-    """
-
-    def __init__(self, mesh: Mesh, length: int) -> None:
-        assert mesh.groups is not None
-        self.mesh = mesh
-        self._group = mesh.groups.control
-        # With one replica, other collectives use the same group. Ranks would start an all-reduce at different times, so
-        # it could be mixed up with those collectives.
-        shares_group = mesh.groups.control is mesh.groups.host
-        self._pairwise = mesh.world_size <= MOST_EXCHANGING or shares_group
-        self._works: list[dist.Work] = []
-        # One row per rank, or a single row for the all-reduce.
-        rows = mesh.world_size if self._pairwise else 1
-        self._messages = torch.zeros((rows, length), dtype=torch.float64, device="cpu")
-        if self._pairwise:
-            with lost_peers():
-                for rank in self._others():
-                    row = self._messages[rank]
-                    self._works.append(started(dist.irecv(row, rank, group=self._group, tag=_CONTROL_TAG)))
-
-    def send(self, message: Tensor) -> None:
-        """Send this rank's vector (length,) without waiting."""
-        if not self._pairwise:
-            self._messages[0] = message
-            with lost_peers():
-                self._works.append(started(dist.all_reduce(self._messages[0], group=self._group, async_op=True)))
-            return
-        own = self._messages[self.mesh.rank]
-        own.copy_(message)
-        with lost_peers():
-            for rank in self._others():
-                self._works.append(started(dist.isend(own, rank, group=self._group, tag=_CONTROL_TAG)))
-
-    def wait(self) -> Tensor:
-        """Wait for all vectors, and return their sum (length,)."""
-        with lost_peers():
-            for work in self._works:
-                work.wait()
-        self._works.clear()
-        return self._messages.sum(0)
-
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self.mesh.world_size) if rank != self.mesh.rank]

@@ -171,7 +171,7 @@ class Groups:
     """Process groups of a rank.
 
     Attributes:
-        control: all ranks, for control messages (:class:`.ControlMessage`); with one replica the same as ``host``.
+        control: all ranks, for control messages (:class:`.ExchangeSum`); with one replica the same as ``host``.
         host: all ranks, for host data between any two of them.
         from_prev: activations on devices, from the previous stage.
         to_prev: gradients of these activations, to the previous stage.

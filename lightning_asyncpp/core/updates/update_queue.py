@@ -16,20 +16,12 @@ from lightning_asyncpp.core import foreach
 from lightning_asyncpp.core.clipping import larger
 from lightning_asyncpp.core.cut.ties import clip_groups_on, names_on, trained_on
 from lightning_asyncpp.core.randomness import drawing_from
-from lightning_asyncpp.core.ranks.agreement import ControlExchange
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.runner import StageRunner
 from lightning_asyncpp.core.schedule import Action, Kind, Schedule
 from lightning_asyncpp.core.settings import ResolvedSettings
 from lightning_asyncpp.core.trace import HOST, Activity, Trace, Wait
-from lightning_asyncpp.core.updates.mini_batch import (
-    FIXED,
-    ControlMessage,
-    HyperParameters,
-    MiniBatch,
-    StopFlags,
-    Update,
-)
+from lightning_asyncpp.core.updates.mini_batch import FIXED, ExchangeSum, MiniBatch, PipelineSum
 from lightning_asyncpp.core.updates.reduction import (
     BUCKET_BYTES,
     GPU_BUCKET_BYTES,
@@ -39,6 +31,7 @@ from lightning_asyncpp.core.updates.reduction import (
     plan_buckets,
     tags_of,
 )
+from lightning_asyncpp.core.updates.update import HyperParameters, StepInput, StopFlags, Update
 from lightning_asyncpp.core.weights import WeightVersions
 from lightning_asyncpp.errors import NonFiniteGradientError
 
@@ -81,7 +74,7 @@ class UpdateQueue:
         self.last_norm: float | None = None
         self.requested = StopFlags()
         self.agreed = StopFlags()
-        self.optimizer_step: Callable[[Update], None]
+        self.optimizer_step: Callable[[StepInput], None]
         self.detach()
         is_local = runner.transport is not None and runner.transport.is_local
         self._host_runs_ahead = torch.empty(0, device=runner.device).is_cuda and not is_local
@@ -116,7 +109,7 @@ class UpdateQueue:
 
     def begin(self, index: int, first: int) -> None:
         """Open mini-batch ``index`` at microbatch ``first``, for the first time or after its gradient was dropped."""
-        self.open = MiniBatch(self.mesh, index, first, self.runner.transport)
+        self.open = MiniBatch(self.mesh, index, first)
         self._starts.append((index, first))
 
     def begin_at(self, index: int, first: int) -> None:
@@ -142,7 +135,9 @@ class UpdateQueue:
         mini_batch.end, mini_batch.hyper_parameters, mini_batch.note = end, hyper_parameters or [], note
         if self.mesh.world_size > 1 and (self.mesh.num_replicas > 1 or self._host_runs_ahead):
             # Create the exchange early, so that this rank posts receives before other ranks send.
-            mini_batch.exchange = ControlExchange(self.mesh, FIXED + whole.statistics.length)
+            mini_batch.control_sum = ExchangeSum(self.mesh, FIXED + whole.statistics.length)
+        elif self.runner.transport is not None:
+            mini_batch.control_sum = PipelineSum(self.mesh, self.runner.transport, mini_batch.index)
         if self._ties:
             tags = tags_of(self._ties, whole.ties, mini_batch.index)
             mini_batch.tied = TiedGradients(self.mesh, self._ties, dict(self.weights.parameters), tags)
@@ -169,8 +164,8 @@ class UpdateQueue:
     def progress(self, next_backward: int | None = None) -> None:
         """Launch (:meth:`MiniBatch.launch`) mini-batches whose backwards are all done, and process arrived messages.
 
-        Launching starts the rest of the reduction, or the control message (:class:`.ControlMessage`). Two short waits
-        can block: for the next stage's message in :meth:`MiniBatch.progress`, and for shared gradients in ``launch``.
+        Launching starts the rest of the reduction, or the control message. Two short waits can block: for the next
+        stage's message in :meth:`MiniBatch.progress`, and for shared gradients in ``launch``.
 
         Control messages are sent in the order of the mini-batches, since in an exchange only their order tells them
         apart.
@@ -291,56 +286,57 @@ class UpdateQueue:
             if mini_batch.tied is not None:
                 mini_batch.tied.take_whole_sums(mini_batch.gradients)
         norm = 0.0 if self.last_norm is None else self.last_norm
-        message = ControlMessage(weight, norm, True, 0, 0, statistics)
         norms = [larger(norm, mini_batch.group_norm(group, weight)) for group in self._clip_groups]
         if isinstance(finite, Tensor):
             for gradient in mini_batch.gradients.values():
                 if gradient is not None:
                     gradient.masked_fill_(~finite, 0.0)
             finite = True
-        self._advance_and_step(mini_batch, message, finite and weight > 0, norms)
+        self._advance_and_step(mini_batch, weight, statistics, norms, finite and weight > 0)
         mini_batch.release()
         mini_batch.stepped = True
 
     def _read_totals_and_step(self, mini_batch: MiniBatch) -> Update:
         """Wait for all ranks' control messages of a mini-batch, and apply its update unless it has been applied."""
         with self.runner.span(Wait.AGREEMENT, mini_batch.index):
-            message = mini_batch.wait()
+            totals = mini_batch.wait()
         if self.runner.trace is not None:
             self._record_background(mini_batch, self.runner.trace)
-        self.agreed.interrupted |= message.interrupted > 0
-        self.agreed.finished |= message.finished > 0
-        if message.weight and message.finite:
-            self.last_norm = message.norm
-        if not message.finite and self.settings.nonfinite_gradients == "stop":
+        self.agreed.interrupted |= totals.interrupted > 0
+        self.agreed.finished |= totals.finished > 0
+        if totals.weight and totals.finite:
+            self.last_norm = totals.norm
+        if not totals.finite and self.settings.nonfinite_gradients == "stop":
             raise NonFiniteGradientError(_non_finite(mini_batch, self.schedule.agrees_first))
-        if mini_batch.stepped:
-            return Update(mini_batch.index, mini_batch.hyper_parameters, mini_batch.note, message)
-        return self._advance_and_step(mini_batch, message, message.finite and message.weight > 0)
+        if not mini_batch.stepped:
+            norms, is_sound = [totals.norm] * len(self._clip_groups), totals.finite and totals.weight > 0
+            self._advance_and_step(mini_batch, totals.weight, totals.statistics, norms, is_sound)
+        return Update(mini_batch.index, totals)
 
     def _advance_and_step(
-        self, mini_batch: MiniBatch, message: ControlMessage, is_sound: bool, norms: Sequence[float | Tensor] = ()
-    ) -> Update:
+        self, mini_batch: MiniBatch, weight: float, statistics: Tensor, norms: Sequence[float | Tensor], is_sound: bool
+    ) -> None:
         """Add a weight version; step the optimizer if ``is_sound``: finite gradient, and weight in the loss above 0.
 
-        Each clipping group of the gradient is clipped by its norm in ``norms``; by default by the message's.
+        Each clipping group of the gradient is clipped by its norm in ``norms``. For ``weight`` and ``statistics`` see
+        :class:`.StepInput`.
         """
-        rule, count = self.schedule.stage_rule, (mini_batch.end or 0) - mini_batch.first
-        groups = list(zip(map(dict.values, self._clip_groups), norms or [message.norm] * len(self._clip_groups)))
-        args = mini_batch.index, mini_batch.hyper_parameters, mini_batch.note, message, groups
-        update = Update(*args, self.weights.advance(), rule.staleness_of(mini_batch.index, count))
+        older, count = self.weights.advance(), (mini_batch.end or 0) - mini_batch.first
         if is_sound:
-            self._run_optimizer(mini_batch.gradients, update)
-        return update
+            groups = list(zip(map(dict.values, self._clip_groups), norms))
+            staleness = self.schedule.stage_rule.staleness_of(mini_batch.index, count)
+            own = mini_batch.index, mini_batch.hyper_parameters, mini_batch.note
+            step = StepInput(*own, weight, statistics, groups, older, staleness)
+            self._run_optimizer(mini_batch.gradients, step)
 
-    def _run_optimizer(self, gradients: Gradients, update: Update) -> None:
+    def _run_optimizer(self, gradients: Gradients, step: StepInput) -> None:
         """Step the optimizer while the parameters have the mean gradient.
 
         Random numbers of the step and its hooks depend only on the stage and the update, not on the time of the step.
         """
         if there := [gradient for gradient in gradients.values() if gradient is not None]:
-            foreach.divide_(there, update.message.weight)
-        runner, index = self.runner, update.mini_batch
+            foreach.divide_(there, step.weight)
+        runner, index = self.runner, step.mini_batch
         for name, parameter in self.weights.parameters.items():
             parameter.grad = gradients.get(name)
         try:
@@ -348,9 +344,9 @@ class UpdateQueue:
                 drawing_from(runner.seed, runner.device, "update", self.mesh.stage, index),
                 runner.span(Kind.UPDATE, index, self.weights.newest),
             ):
-                self.optimizer_step(update)
+                self.optimizer_step(step)
                 self.weights.note_step()
-                counts = update.message.statistics.to(runner.device, non_blocking=True)
+                counts = step.statistics.to(runner.device, non_blocking=True)
                 runner.stage.update_from_statistics(counts)
         finally:
             for parameter in self.weights.parameters.values():
@@ -366,7 +362,7 @@ class UpdateQueue:
             trace.record(Activity.REDUCE, index, reduction.started, end, num_bytes=reduction.num_bytes)
 
 
-def _no_optimizer(_: Update) -> None:
+def _no_optimizer(_: StepInput) -> None:
     raise RuntimeError("there is no optimizer for an update: call the session's attach() first")
 
 

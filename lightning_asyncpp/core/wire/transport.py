@@ -1,4 +1,4 @@
-"""Transport of activations, gradients and control messages (:class:`.ControlMessage`) between neighbouring stages.
+"""Transport of activations, gradients and control messages (:class:`.PipelineSum`) between neighbouring stages.
 
 Headers, control messages and tensors on the host go through the links of :mod:`lightning_asyncpp.core.wire.link`, in
 order. Tensors on GPUs go through NCCL; headers announce these tensors. If NCCL cannot be used (several stages on one

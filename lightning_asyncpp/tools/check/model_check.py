@@ -193,7 +193,7 @@ class _Check:
         self.settings, counts, prefix = session.resolved, session.partition.counts, prefix_of(module)
         stages = stages_of_parameters(cast(Any, network_in(module)), counts)
         self._stages = {prefix + name: stage for name, stage in stages.items()}
-        pairs = [(e.stage.parameters.keys(), e.schedule.stage_rule.num_stale) for e in session.engine.stage_engines]
+        pairs = [(e.stage.parameters.keys(), e.schedule.stage_rule.num_stale) for e in session.engine.stages]
         self._stale_counts = [(names, number) for names, number in pairs if number is not None]
         units = iter([unit.name for unit in session.stage.units])
         self.layers = [telling(list(itertools.islice(units, count))) for count in counts]

@@ -190,7 +190,7 @@ def _staleness(trainer: L.Trainer) -> float | None:
     """Return the delay of the newest gradient in updates, the mean over all trained parameters."""
     session = trainer.strategy.session  # type: ignore[attr-defined]
     engine, microbatches = session.running(), session.resolved.microbatches * trainer.accumulate_grad_batches
-    newest, trained = max(0, engine.mini_batch - 1), engine.stage_engines[0].stage.whole.num_trained
+    newest, trained = max(0, engine.mini_batch - 1), engine.stages[0].stage.whole.num_trained
     rules = [schedule.stage_rule for schedule in engine.schedules()]
     ages = (0.0 if rule.all_at_newest(newest) else rule.staleness(microbatches) for rule in rules)
     return sum(age * count for age, count in zip(ages, trained)) / sum(trained) if any(trained) else None

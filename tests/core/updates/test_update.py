@@ -11,8 +11,9 @@ import torch
 
 from lightning_asyncpp.core.clipping import clip_by_norm, larger
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.core.updates.mini_batch import MiniBatch, StopFlags
+from lightning_asyncpp.core.updates.mini_batch import MiniBatch
 from lightning_asyncpp.core.updates.reduction import TiedGradients
+from lightning_asyncpp.core.updates.update import StopFlags
 from lightning_asyncpp.core.updates.update_queue import UpdateQueue
 
 
