@@ -1,16 +1,16 @@
 """Gradient clipping over the stages of a pipeline.
 
 Each stage computes the norms of its gradients in fp64 (:func:`norms_of`). Only the first replica's norms are used,
-since all replicas have the same gradients. A shared parameter counts on one stage only. The squares are summed over all
-ranks in the update's control message (:class:`.Totals`), so that every stage knows the norm of the whole
-gradient (:func:`gradient_norm`). At the update each stage clips its gradients by this norm (:func:`clip_by_norm`). With
-the Trainer this replaces Lightning's ``clip_grad_by_norm``. With Fabric, ``fabric.clip_gradients`` gives ``max_norm``.
+since all replicas have the same gradients. A shared parameter counts on one stage only. The squares are part of the
+control message that all ranks sum (:class:`.Totals`), so that every stage knows the norm of the whole gradient
+(:func:`gradient_norm`). At the update each stage clips its gradients by this norm (:func:`clip_by_norm`). With the
+Trainer this replaces Lightning's ``clip_grad_by_norm``. With Fabric, ``fabric.clip_gradients`` gives ``max_norm``.
 
 By default a stage steps before the control message has arrived (:meth:`.Schedule.steps_ahead`). Then it clips by the
 larger one of two norms that it knows (:func:`larger`): that of the previous mini-batch's gradient, and that of its own
 part of this gradient, so that a gradient that has suddenly grown is clipped, too. Parameters tied across the same
-stages form a clipping group of their own, so that their copies stay equal. The first mini-batch has no
-previous one. So it runs without delay, and its update waits for the norm.
+stages form a clipping group of their own, so that their copies stay equal. The first mini-batch has no previous one. So
+it runs without delay, and its update waits for the norm.
 """
 
 from __future__ import annotations
