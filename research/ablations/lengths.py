@@ -1,19 +1,25 @@
-"""What a delay costs by the length of a training: the further updates that it takes to the same loss.
+"""What a delay costs in updates: how many more it takes to the same loss.
 
-For that the variants of a recipe are named after their length: ``600-updates``, ``1200-updates``, ...
+Variants of a recipe that are named after their length, ``600-updates``, ``1200-updates``, ..., say it from the ends of
+trainings. Of other trainings, their curves do:
+
+``python -m research.ablations.lengths FOLDER --gain 1.38``
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import pandas as pd
 
+from research.ablations.results import read_curves, read_runs
 from research.ablations.rows import Group, Row
-from research.ablations.summary import Ablation
+from research.ablations.summary import NO_DELAY, Ablation, Result, half_width
 
 
 def length_of(group: Group) -> int | None:
@@ -73,3 +79,60 @@ def _without_delay(ablation: Ablation, row: Row, seed: int) -> list[tuple[int, f
         if length is not None and same and sync is not None and seed in sync.losses.dropna().index:
             points.append((length, float(sync.losses[seed])))
     return sorted(points)
+
+
+def updates_over_sync(ablation: Ablation, row: Row, curves: pd.DataFrame) -> pd.Series | None:
+    """Updates of a row's trainings over those after which training without delay has the loss that they end at.
+
+    That is read from the curve of the training without delay, of the same seed, with straight lines between its
+    validations. Where it does not come down to that loss, the ratio counts as 1.
+
+    Returns:
+        Ratios by seed; None without a training without delay.
+    """
+    sync, own = ablation.sync(row.group), ablation.results[row]
+    if sync is None:
+        return None
+    cells, found = _cells(sync), {}
+    for seed, cell in _cells(own).items():
+        if seed in cells:
+            points = curves[(curves.cell == cells[seed]) & (curves.metric == "val_loss")].sort_values("step")
+            end = float(curves[curves.cell == cell].step.max())
+            found[seed] = end / _crossing(points.step.tolist(), points.value.tolist(), float(own.losses[seed]))
+    return pd.Series(found) if found else None
+
+
+def _cells(result: Result) -> dict[int, str]:
+    """Cells by seed."""
+    return dict(zip(result.losses.dropna().index, result.cells, strict=True))
+
+
+def _crossing(steps: Sequence[int], losses: Sequence[float], loss: float) -> float:
+    """Step at which a curve first has a loss; its last one if it never has."""
+    for (step, value), (next_step, next_value) in itertools.pairwise(zip(steps, losses, strict=True)):
+        if next_value <= loss:
+            return step + (value - loss) / (value - next_value) * (next_step - step)
+    return float(steps[-1])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print what each row with a delay takes."""
+    parser = argparse.ArgumentParser(prog="python -m research.ablations.lengths")
+    parser.add_argument("folder", type=Path, help="with results.csv and curves.csv")
+    parser.add_argument("--gain", type=float, help="updates per second over those without delay")
+    arguments = parser.parse_args(argv)
+    ablation, curves = Ablation.of(*read_runs(arguments.folder)), read_curves(arguments.folder)
+    for row in sorted(ablation.results, key=ablation.order):
+        ratios = None if row.setting == NO_DELAY else updates_over_sync(ablation, row, curves)
+        if ratios is not None:
+            text = f"{row.name}: {_text(ratios)} times the updates"
+            print(text if arguments.gain is None else f"{text}, {_text(arguments.gain / ratios)} times as fast")
+
+
+def _text(values: pd.Series) -> str:
+    half = half_width(values)
+    return f"{values.mean():.2f}" if half is None else f"{values.mean():.2f} ± {half:.2f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -31,6 +31,7 @@ OURS: dict[str, dict[str, Any]] = {
     "async+slack1": {"slack": 1},
     "async+slack2": {"slack": 2},
     "async+exact": {"slack": "exact"},
+    **{f"async+lookahead{lookahead}": {"lookahead": lookahead} for lookahead in (1, 2, 3)},
     "async+trace": {},
     "async+monitor": {},
     "sync": {},

@@ -8,10 +8,12 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from research.ablations.extrapolation import Gaps, predict
 from research.ablations.law import BESIDES, fit, points_of, shares
+from research.ablations.lengths import updates_over_sync
 from research.ablations.recipe import Recipe
 from research.ablations.rows import Key, Row, Run
 from research.ablations.search import best_lr, learning_rates, make_plan
@@ -125,3 +127,15 @@ def test_distances_are_to_the_best_of_a_family_with_one_interval() -> None:
         f"| Muon | looking ahead | 1.100 | +0.150 | ± {width:.3f} |",
         "| SOAP | alone | 5.000 |  |  |",
     ]
+
+
+def test_updates_to_a_loss_are_read_from_the_curve_without_delay() -> None:
+    syncs = [run(1.0, seed, delay="0") for seed in (1, 2)]
+    late = [run(1.5, 1), run(0.9, 2)]  # halfway from 300 to 600 updates; a loss that the other never has
+    values = [(sync.cell, step, value) for sync in syncs for step, value in ((200, 3.0), (300, 2.0), (600, 1.0))]
+    values += [(one.cell, 600, one.loss) for one in late]
+    curves = pd.DataFrame([(cell, step, "val_loss", value) for cell, step, value in values],
+                          columns=["cell", "step", "metric", "value"])  # fmt: skip
+    ratios = updates_over_sync(Ablation.of("", [*syncs, *late]), late[0].key.row, curves)
+    assert ratios is not None
+    assert ratios.to_dict() == {1: pytest.approx(600 / 450), 2: 1.0}
