@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_asyncpp.core.schedule import Kind
+from lightning_asyncpp.core.schedule import Kind, largest_lookahead
 from lightning_asyncpp.core.simulation import Pace, pace_of
 from lightning_asyncpp.core.trace import WORK, Activity, seconds_by_kind
 from lightning_asyncpp.strategy_parts.recording import NAMES
@@ -161,6 +162,8 @@ def _mean(values: Sequence[float | None]) -> float | None:
 _SHORT = {"activation": "activ.", "agreement": "agree", "checkpoint": "save", "evaluate": "val."}
 _RARE = ("drain", "evaluate", "checkpoint")
 _WIDTH = 120
+_SHORT_HOP = 0.2  # below it lookahead, which makes gradients older, is not shown to pay
+_ROUNDED = 0.2  # what is left unhidden for less lookahead: at most a tenth of the time
 
 
 def table(run: RecordedRun, summary: Summary) -> str:
@@ -174,7 +177,7 @@ def table(run: RecordedRun, summary: Summary) -> str:
     explained = f"Per cent of the elapsed time; busy and the columns activ. to rest add up to 100. {meanings}."
     rows = [head, rule, *lines, *([rule, total] if len(lines) > 1 else [])]
     return "\n".join(
-        [headline(run, summary), "", *rows, "", *textwrap.wrap(explained, _WIDTH), "", *statements(summary)]
+        [headline(run, summary), "", *rows, "", *textwrap.wrap(explained, _WIDTH), "", *statements(run, summary)]
     )
 
 
@@ -202,7 +205,7 @@ def _cells(row: Row, shown: list[str]) -> list[str]:
     ]  # fmt: skip
 
 
-def statements(summary: Summary) -> list[str]:
+def statements(run: RecordedRun, summary: Summary) -> list[str]:
     """Return the findings of the recording as sentences."""
     lines = []
     if summary.ideal_step:
@@ -217,7 +220,29 @@ def statements(summary: Summary) -> list[str]:
             f"Balance: the busiest stage, {busiest}, computes {summary.balance:.2f} times as long as the average;"
             f" layers per stage: {', '.join(map(str, summary.layers))}."
         )
-    return lines + [f"Note: {note}." for note in summary.notes]
+    return [*lines, *_hop(run, summary), *(f"Note: {note}." for note in summary.notes)]
+
+
+def _hop(run: RecordedRun, summary: Summary) -> list[str]:
+    """Return which lookahead hides the hops, if stages waited for long ones.
+
+    With hops of h, in a stage's time per microbatch, and no lookahead, an update takes 1 + 2 h (P - 1) / P times the
+    ideal. A lookahead of q (P - 1) hides them from q = 2 h on.
+    """
+    schedule, busy, ideal = run.meta.schedule, summary.total.utilisation, summary.total.ideal
+    hops = schedule.num_stages - 1
+    if not (hops and busy and ideal and schedule.pipeline_rule.delay) or schedule.lookahead:
+        return []
+    waits = summary.total.shares["activation"] + summary.total.shares["gradient"] - (1 - ideal)
+    h = waits / busy * schedule.num_stages / (2 * hops)
+    most = largest_lookahead(schedule.num_stages, run.ranks[0].microbatches, run.meta.num_replicas)
+    if h < _SHORT_HOP or not most:
+        return []
+    lookahead = min(hops * math.ceil(2 * h - _ROUNDED), most)
+    return [
+        f"Messages: a hop between stages takes about {h:.1f} times as long as a forward and backward;"
+        f" lookahead={lookahead} would hide {'it' if lookahead < most else 'most of it'}."
+    ]
 
 
 def _percent(share: float | None) -> str:

@@ -29,13 +29,13 @@ class Recording:
     backward: float | Sequence[float] = 0.020
     staleness: Staleness = "uniform"
     slack: Slack = 0
+    hop: float = 0.0
 
     def lanes(self) -> list[list[Span]]:
         """Return the spans of each stage, waits and sends included."""
         schedules = self.schedules()
-        lanes = simulate(
-            schedules, self.mini_batches, self.microbatches, self._length(self.forward), self._length(self.backward)
-        )
+        lengths = self._length(self.forward), self._length(self.backward)
+        lanes = simulate(schedules, self.mini_batches, self.microbatches, *lengths, self.hop)
         return [self._filled(lane, schedule) for lane, schedule in zip(lanes, schedules)]
 
     def schedules(self) -> list[Schedule]:

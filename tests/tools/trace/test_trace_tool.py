@@ -108,6 +108,24 @@ def test_the_staleness_of_every_stage_is_measured(tmp_path: Path, slack: int, sh
     assert all(f" {share:.2f}\n" in table(run, summary) for share in shares)
 
 
+@pytest.mark.parametrize(
+    ("hop", "microbatches", "said"),
+    [
+        (0.0, 16, ""),
+        (0.003, 16, ""),  # a tenth of a microbatch
+        (0.015, 16, "about 0.5 times as long as a forward and backward; lookahead=3 would hide it."),
+        (0.030, 16, "about 1.0 times as long as a forward and backward; lookahead=6 would hide it."),
+        (0.030, 8, "about 1.0 times as long as a forward and backward; lookahead=5 would hide most of it."),
+    ],
+)
+def test_the_lookahead_that_hides_long_hops_is_named(tmp_path: Path, hop: float, microbatches: int, said: str) -> None:
+    recording = replace(ASYNC, lookahead=0, microbatches=microbatches, mini_batches=30, hop=hop)
+    run = recording.read(tmp_path / "0")
+    assert table(run, summarise(run)).partition("Messages: a hop between stages takes ")[2] == said
+    ahead = replace(recording, lookahead=3).read(tmp_path / "3")
+    assert "Messages" not in table(ahead, summarise(ahead))
+
+
 def test_the_command_prints_a_table_and_writes_all_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     REPLICAS.write(tmp_path / "trace")
     files = {name: tmp_path / f"out.{name}" for name in ("html", "perfetto", "json")}
