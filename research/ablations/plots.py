@@ -7,7 +7,7 @@ data do.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +49,11 @@ def write_plots(folder: Path, ablation: Ablation, curves: pd.DataFrame) -> list[
         "lr": lambda: draw_search(ablation),
         "lr_gap": lambda: draw_against("learning rate of both", gaps_by_learning_rate(ablation)),
         "momentum": lambda: draw_against("momentum", gaps_by(ablation, lambda row: row.momentum, momentum=None)),
-        "depth": lambda: draw_against("stages", gaps_by(ablation, _stages, stages=None), _levels(ablation)),
-        "delay": lambda: draw_against("delay in updates", gaps_by(ablation, _updates, delay="delayed")),
         "length": lambda: draw_against("updates", gaps_by(ablation, lambda row: length_of(row.group), variant=None)),
         "law": lambda: draw_law(ablation),
     }  # fmt: skip
     if _stages_of_least(ablation) > 1:
-        figures |= dict.fromkeys(("gaps", "depth"), lambda: None)
+        figures["gaps"] = lambda: None
     written = []
     with style.context(["default", _STYLE]):
         for name, draw in figures.items():
@@ -71,7 +69,7 @@ def label_of(row: Row) -> str:
     """Name of a row's line: sync, async, async + EF, least (microbatches=8, stages=4) + EF, ..."""
     if row.setting == NO_DELAY:
         return "sync"
-    kind = "async" if row.kind == "1" else f"delay {row.kind}" if row.kind.isdecimal() else row.kind
+    kind = "async" if row.kind == "1" else row.kind
     name = with_setting(kind, row.setting)
     return name if row.correction == UNCORRECTED else f"{name} + {row.correction}"
 
@@ -116,21 +114,6 @@ def gaps_by(ablation: Ablation, place: Callable[[Row], float | None], **without:
             lines = found.setdefault(other.group.label, {})
             lines.setdefault(label_of(other), []).append((at, gap))
     return found
-
-
-def _updates(row: Row) -> int | None:
-    return int(row.delay) if row.delay.isdecimal() else None
-
-
-def _stages(row: Row) -> int | None:
-    return row.stages
-
-
-def _levels(ablation: Ablation) -> dict[str, pd.Series]:
-    """Gap of the uncorrected delay of one update, which does not depend on the number of stages, by group."""
-    delayed = {group.label: ablation.delayed(group) for group in ablation.groups}
-    gaps = {label: ablation.gap(result.row) for label, result in delayed.items() if result is not None}
-    return {label: gap for label, gap in gaps.items() if gap is not None}
 
 
 def draw_gaps(ablation: Ablation) -> Figure | None:
@@ -213,8 +196,8 @@ def draw_search(ablation: Ablation) -> Figure | None:
     return _with_legend(figure, panels)
 
 
-def draw_against(what: str, points: Points, levels: Mapping[str, pd.Series] | None = None) -> Figure | None:
-    """Gaps against something, evenly spaced, with their 95 % intervals, and ``levels`` that hold for all of it.
+def draw_against(what: str, points: Points) -> Figure | None:
+    """Gaps against something, evenly spaced, with their 95 % intervals.
 
     Returns:
         None unless some line has two points.
@@ -224,7 +207,7 @@ def draw_against(what: str, points: Points, levels: Mapping[str, pd.Series] | No
         return None
     figure, panels = _panels(list(points), _GAP_LABEL, what)
     looks = looks_of([label for lines in points.values() for label in lines])
-    for axes, (title, lines) in zip(panels, points.items()):
+    for axes, lines in zip(panels, points.values()):
         places = sorted({at for line in lines.values() for at, _ in line})
         for label, unsorted in lines.items():
             line = sorted(((places.index(at), gap) for at, gap in unsorted), key=lambda point: point[0])
@@ -232,8 +215,6 @@ def draw_against(what: str, points: Points, levels: Mapping[str, pd.Series] | No
             errors = [half_width(gap) or 0.0 for _, gap in line]
             axes.errorbar(at, means, errors, label=label, capsize=3, **looks[label])
             _mark_diverged(axes, [place for place, gap in line if gap.isna().any()], looks[label]["color"])
-        if levels and title in levels:
-            axes.axhline(levels[title].mean(), label="async", color=_COLOURS[0], ls="--", lw=1.2, zorder=1)
         axes.axhline(0, color=_SYNC, lw=1, zorder=1)
         axes.set_xticks(range(len(places)), [f"{place:g}" for place in places], fontsize=8)
     return _with_legend(figure, panels)

@@ -120,14 +120,9 @@ class Ablation:
     def uncorrected_row(self, row: Row) -> Row:
         """The delayed row whose gap this one takes something back of; itself if it is not corrected.
 
-        For the least staleness and a fresh last stage, corrected or not, that is the delay of one update; for a
-        synchronous start the same delay without it.
+        For the least staleness, corrected or not, that is the delay of one update.
         """
-        setting = row.setting
-        if row.kind in ("fresh_last_stage", "least"):
-            setting = self.one_update
-        elif "synchronous_start" in row.delay:
-            setting = row.kind, row.stages
+        setting = self.one_update if row.kind == "least" else row.setting
         return Row(*row.group, *setting, UNCORRECTED)
 
     def gap(self, row: Row) -> pd.Series | None:

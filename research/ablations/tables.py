@@ -230,7 +230,6 @@ def delay_table(ablation: Ablation) -> str:
         further = [further_updates(ablation, row) for row in rows]
         lines = [[*line, "" if more is None else per_cent(more, "+")] for line, more in zip(lines, further)]
         notes.append(_LENGTH_NOTE)
-    notes += [_START_NOTE] if any("synchronous_start" in row.delay for row in rows) else []
     return _with_notes(_markdown(header, lines), *notes, counts(ablation))
 
 
@@ -323,7 +322,6 @@ _SIDES_DEFINITION = (
     " each at its best learning rate, paired by seed: mean. The 95 % interval is Student's t for such a mean over all"
     " seeds, with the standard deviation of all distances of the optimizer, pooled."
 )
-_START_NOTE = "Of a synchronous start: what it takes back, corrected or not, of the gap of the same delay without it."
 _LENGTH_NOTE = (
     "Further updates: how many more the row takes than a sync run to the loss that it ends at. Losses at the ends of"
     " the sync runs of all lengths are joined by straight lines for it, against the logarithm of the length, and these"

@@ -48,7 +48,7 @@ def test_tables_follow_from_the_csv_files(folder: Path) -> None:
     assert sorted(new_plots.split()) == sorted(old_plots.split())
 
 
-@pytest.mark.parametrize(("folder", "tables"), [("docs/research", 1), ("research/notes", 12)])
+@pytest.mark.parametrize(("folder", "tables"), [("docs/research", 1), ("research/notes", 11)])
 def test_tables_in_the_evidence_follow_from_the_csv_files(folder: str, tables: int) -> None:
     evidence = ROOT / folder / "evidence.md"
     assert embedded(evidence) == evidence.read_text()
