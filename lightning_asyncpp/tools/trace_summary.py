@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import textwrap
 from collections.abc import Sequence
@@ -162,8 +161,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 _SHORT = {"activation": "activ.", "agreement": "agree", "checkpoint": "save", "evaluate": "val."}
 _RARE = ("drain", "evaluate", "checkpoint")
 _WIDTH = 120
-_SHORT_HOP = 0.2  # below it lookahead, which makes gradients older, is not shown to pay
-_ROUNDED = 0.2  # what is left unhidden for less lookahead: at most a tenth of the time
+_SHORT_WAIT = 0.2  # below it lookahead, which makes gradients older, is not shown to pay
 
 
 def table(run: RecordedRun, summary: Summary) -> str:
@@ -220,28 +218,27 @@ def statements(run: RecordedRun, summary: Summary) -> list[str]:
             f"Balance: the busiest stage, {busiest}, computes {summary.balance:.2f} times as long as the average;"
             f" layers per stage: {', '.join(map(str, summary.layers))}."
         )
-    return [*lines, *_hop(run, summary), *(f"Note: {note}." for note in summary.notes)]
+    return [*lines, *_waits(run, summary), *(f"Note: {note}." for note in summary.notes)]
 
 
-def _hop(run: RecordedRun, summary: Summary) -> list[str]:
-    """Return which lookahead hides the hops, if stages waited for long ones.
+def _waits(run: RecordedRun, summary: Summary) -> list[str]:
+    """Return how long stages wait for each other without lookahead, and which lookahead hides a slow link.
 
-    With hops of h, in a stage's time per microbatch, and no lookahead, an update takes 1 + 2 h (P - 1) / P times the
-    ideal. A lookahead of q (P - 1) hides them from q = 2 h on.
+    A lookahead of P - 1 hides hops of up to half of a stage's time per microbatch. More of it hides longer hops, but
+    makes gradients so much older that it rarely pays.
     """
     schedule, busy, ideal = run.meta.schedule, summary.total.utilisation, summary.total.ideal
     hops = schedule.num_stages - 1
     if not (hops and busy and ideal and schedule.pipeline_rule.delay) or schedule.lookahead:
         return []
     waits = summary.total.shares["activation"] + summary.total.shares["gradient"] - (1 - ideal)
-    h = waits / busy * schedule.num_stages / (2 * hops)
+    longer = waits / busy
     most = largest_lookahead(schedule.num_stages, run.ranks[0].microbatches, run.meta.num_replicas)
-    if h < _SHORT_HOP or not most:
+    if longer < _SHORT_WAIT or not most:
         return []
-    lookahead = min(hops * math.ceil(2 * h - _ROUNDED), most)
     return [
-        f"Messages: a hop between stages takes about {h:.1f} times as long as a forward and backward;"
-        f" lookahead={lookahead} would hide {'it' if lookahead < most else 'most of it'}."
+        f"Waits: stages wait for each other, so that an update takes {1 + longer:.1f} times as long. If slow links are"
+        f" the reason, lookahead={min(hops, most)} hides them, or a part of them."
     ]
 
 

@@ -85,7 +85,7 @@ def updates_over_sync(ablation: Ablation, row: Row, curves: pd.DataFrame) -> pd.
     """Updates of a row's trainings over those after which training without delay has the loss that they end at.
 
     That is read from the curve of the training without delay, of the same seed, with straight lines between its
-    validations. Where it does not come down to that loss, the ratio counts as 1.
+    validations, the last of which is prolonged.
 
     Returns:
         Ratios by seed; None without a training without delay.
@@ -108,18 +108,18 @@ def _cells(result: Result) -> dict[int, str]:
 
 
 def _crossing(steps: Sequence[int], losses: Sequence[float], loss: float) -> float:
-    """Step at which a curve first has a loss; its last one if it never has."""
+    """Step at which a curve first has a loss; NaN if it does not fall at its end, and has it nowhere before."""
     for (step, value), (next_step, next_value) in itertools.pairwise(zip(steps, losses, strict=True)):
-        if next_value <= loss:
+        if value > next_value and (next_value <= loss or next_step == steps[-1]):
             return step + (value - loss) / (value - next_value) * (next_step - step)
-    return float(steps[-1])
+    return math.nan
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print what each row with a delay takes."""
     parser = argparse.ArgumentParser(prog="python -m research.ablations.lengths")
     parser.add_argument("folder", type=Path, help="with results.csv and curves.csv")
-    parser.add_argument("--gain", type=float, help="updates per second over those without delay")
+    parser.add_argument("--gain", type=float, help="updates per second of all rows, over those without delay")
     arguments = parser.parse_args(argv)
     ablation, curves = Ablation.of(*read_runs(arguments.folder)), read_curves(arguments.folder)
     for row in sorted(ablation.results, key=ablation.order):
