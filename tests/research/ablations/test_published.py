@@ -81,14 +81,12 @@ def test_models_are_cut_into_four_stages_as_for_the_published_results(base: str)
 
 def test_predictions_are_those_that_were_written_down(capsys: pytest.CaptureFixture[str]) -> None:
     extrapolation.main([str(ROOT / "docs/evidence/budget"), "--until", "1200", "--at", "2400"])
-    extrapolation.main([str(ROOT / "docs/evidence/sizes"), "--until", "0.3", "--at", "360"])
+    extrapolation.main([str(ROOT / "docs/evidence/sizes"), "--until", "0.3", "--at", "0.49"])
     assert capsys.readouterr().out.splitlines() == [
         "Muon, delay 1, EF, from 600, 1200 updates:",
         "  2400: +0.006, 95 % between -0.014 and +0.033",
         "Muon, delay least microbatches=8, EF, from 600, 1200 updates:",
         "  2400: -0.000, 95 % between -0.010 and +0.010",
-        "Muon, delay 1, EF, from 0.14, 0.25 million parameters:",
-        "  360: +0.002, 95 % between -0.004 and +0.167",
-        "Muon, delay least microbatches=8, EF, from 0.14, 0.25 million parameters:",
-        "  360: +0.003, 95 % between -0.015 and +0.209",
+        "AdamW-ahead, delay least microbatches=8, none, from 0.14, 0.25 million parameters:",
+        "  0.49: +0.029, 95 % between +0.011 and +0.046",
     ]
