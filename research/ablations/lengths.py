@@ -60,14 +60,19 @@ def updates_to(points: Sequence[tuple[int, float]], loss: float) -> float | None
     Returns:
         None with fewer than two points, or where the loss does not fall.
     """
+    place = _place([(math.log(updates), value) for updates, value in points], loss)
+    return None if place is None else math.exp(place)
+
+
+def _place(points: Sequence[tuple[float, float]], loss: float) -> float | None:
+    """Place at which straight lines between (place, loss), the last one prolonged, have a loss; None as above."""
     pairs = list(itertools.pairwise(points))
     if not pairs:
         return None
     (first, first_loss), (second, second_loss) = next((pair for pair in pairs if loss >= pair[1][1]), pairs[-1])
     if second_loss >= first_loss:
         return None
-    share = (first_loss - loss) / (first_loss - second_loss)
-    return math.exp(math.log(first) + share * math.log(second / first))
+    return first + (first_loss - loss) / (first_loss - second_loss) * (second - first)
 
 
 def _without_delay(ablation: Ablation, row: Row, seed: int) -> list[tuple[int, float]]:
@@ -98,21 +103,14 @@ def updates_over_sync(ablation: Ablation, row: Row, curves: pd.DataFrame) -> pd.
         if seed in cells:
             points = curves[(curves.cell == cells[seed]) & (curves.metric == "val_loss")].sort_values("step")
             end = float(curves[curves.cell == cell].step.max())
-            found[seed] = end / _crossing(points.step.tolist(), points.value.tolist(), float(own.losses[seed]))
+            equal = _place(list(zip(points.step, points.value, strict=True)), float(own.losses[seed]))
+            found[seed] = math.nan if equal is None else end / equal
     return pd.Series(found) if found else None
 
 
 def _cells(result: Result) -> dict[int, str]:
     """Cells by seed."""
     return dict(zip(result.losses.dropna().index, result.cells, strict=True))
-
-
-def _crossing(steps: Sequence[int], losses: Sequence[float], loss: float) -> float:
-    """Step at which a curve first has a loss; NaN if it does not fall at its end, and has it nowhere before."""
-    for (step, value), (next_step, next_value) in itertools.pairwise(zip(steps, losses, strict=True)):
-        if value > next_value and (next_value <= loss or next_step == steps[-1]):
-            return step + (value - loss) / (value - next_value) * (next_step - step)
-    return math.nan
 
 
 def main(argv: Sequence[str] | None = None) -> None:
