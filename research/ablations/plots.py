@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from research.ablations.law import CLIPPING, bootstrap, costs, fit, points_of
 from research.ablations.lengths import length_of
 from research.ablations.rows import UNCORRECTED, Group, Row, with_setting
+from research.ablations.sides import delays_of, families
 from research.ablations.summary import NO_DELAY, Ablation, Result, half_width
 
 # Okabe and Ito's palette, told apart by colour-blind readers too; markers say the same once more.
@@ -40,7 +41,7 @@ Points = dict[str, dict[str, list[tuple[float, pd.Series]]]]
 def write_plots(folder: Path, ablation: Ablation, curves: pd.DataFrame) -> list[str]:
     """Write every picture that the data suffice for, remove the others, and return the names of the files.
 
-    The picture of the law replaces those of the same gaps.
+    The pictures of the law and of both sides replace those of the same gaps.
     """
     validation = curves[curves.metric == "val_loss"]
     figures: dict[str, Callable[[], Figure | None]] = {
@@ -51,8 +52,9 @@ def write_plots(folder: Path, ablation: Ablation, curves: pd.DataFrame) -> list[
         "momentum": lambda: draw_against("momentum", gaps_by(ablation, lambda row: row.momentum, momentum=None)),
         "length": lambda: draw_against("updates", gaps_by(ablation, lambda row: length_of(row.group), variant=None)),
         "law": lambda: draw_law(ablation),
+        "sides": lambda: draw_sides(ablation),
     }  # fmt: skip
-    if _stages_of_least(ablation) > 1:
+    if _stages_of_least(ablation) > 1 or len(delays_of(ablation)) > 1:
         figures["gaps"] = lambda: None
     written = []
     with style.context(["default", _STYLE]):
@@ -242,6 +244,31 @@ def draw_law(ablation: Ablation) -> Figure | None:
         for stages, ones in above.groupby("stages"):
             label = f"P = {stages:g}"
             axes.plot(ones.phi, ones.loss, label=label, **looks[label] | {"ls": ""})
+    return _with_legend(figure, panels)
+
+
+def draw_sides(ablation: Ablation) -> Figure | None:
+    """Distance to the best run without a delay of each optimizer, alone, corrected and looking ahead, by delay.
+
+    Returns:
+        None if nothing looks ahead, or under one delay only.
+    """
+    settings = delays_of(ablation)
+    if len(settings) < 2:
+        return None
+    shown = list(families(ablation))
+    figure, panels = _panels([family.label for family in shown], "above the best without delay\n(own scale)", "")
+    places = {setting: place for place, setting in enumerate([NO_DELAY, *reversed(settings)])}
+    ticks = ["no delay", *(setting[0].partition(" ")[2].replace("microbatches", "m") for setting in reversed(settings))]
+    looks = looks_of([kind for family in shown for kind in family.gaps])
+    for axes, family in zip(panels, shown):
+        for kind, gaps in family.gaps.items():
+            ordered = sorted((setting for setting in gaps if setting in places), key=lambda setting: places[setting])
+            means = [gaps[setting].mean() if len(gaps[setting]) else 0.0 for setting in ordered]
+            errors = [(family.half or 0.0) * (len(gaps[setting]) > 0) for setting in ordered]
+            axes.errorbar([places[one] for one in ordered], means, errors, label=kind, capsize=3, **looks[kind])
+        axes.axhline(0, color=_SYNC, lw=1, zorder=1)
+        axes.set_xticks(range(len(ticks)), ticks, fontsize=8)
     return _with_legend(figure, panels)
 
 

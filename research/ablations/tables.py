@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import pandas as pd
 
 from research.ablations.lengths import further_updates, length_of
-from research.ablations.rows import UNCORRECTED, Group, Row, Setting, natural, with_setting
+from research.ablations.rows import UNCORRECTED, Group, Row, Setting, with_setting
+from research.ablations.sides import Family, delays_of, families
 from research.ablations.summary import (
     NO_DELAY,
     Ablation,
@@ -17,7 +18,6 @@ from research.ablations.summary import (
     difference,
     half_width,
     no_share,
-    pooled_half_width,
     share_recovered,
 )
 
@@ -26,8 +26,6 @@ _NOTES = {
     EDGE: f"{EDGE} edge of the search: the best learning rate is the lowest or the highest one tried.",
     ONE_LR: f"{ONE_LR} a single learning rate was run: not searched for.",
 }
-_AHEAD = "-ahead"
-_MOST_DELAYS = 6
 _MOST_BESIDE = 2  # corrections that the main table has columns for
 _SAME = 1e-6  # relative difference of losses below which they are equal in single precision
 
@@ -234,45 +232,28 @@ def delay_table(ablation: Ablation) -> str:
 
 
 def sides_table(ablation: Ablation) -> str:
-    """Every row's distance to the best run without delay of its family: an optimizer alone, corrected, looking ahead.
-
-    Looking ahead is part of an optimizer's name: ``Muon-ahead`` is of Muon's family. Empty without such a name, without
-    a delay, and with too many delays for a table.
-    """
-    settings = {row.setting for row in ablation.results} - {NO_DELAY}
-    if not any(group.optimizer.endswith(_AHEAD) for group in ablation.groups) or not 0 < len(settings) <= _MOST_DELAYS:
+    """Every row's distance to the best run without delay of its family; empty where nothing looks ahead."""
+    settings = delays_of(ablation)
+    lines = [line for family in families(ablation) for line in _family_lines(family, settings)]
+    if not settings or not lines:
         return ""
-    cells, ordered = Cells(ablation), sorted(settings, key=lambda setting: (natural(setting[0]), setting[1] or 0))
-    families = dict.fromkeys(_family(row) for row in ablation.results)
-    lines = [line for family in families for line in _family_lines(cells, family, ordered)]
-    if not lines:
-        return ""
-    delays = [with_setting(setting[0].partition(" ")[0], setting) for setting in ordered]
+    delays = [with_setting(setting[0].partition(" ")[0], setting) for setting in settings]
     return _with_notes(_markdown(["optimizer", "with", "no delay", *delays, "interval"], lines), counts(ablation))
 
 
-def _family(row: Row) -> Group:
-    return row.group._replace(optimizer=row.optimizer.removesuffix(_AHEAD))
+def _family_lines(family: Family, settings: Sequence[Setting]) -> Iterator[list[str]]:
+    seeds = len(family.best.losses)
 
+    def text(gap: pd.Series | None) -> str:
+        if gap is None:
+            return ""
+        if gap.empty:
+            return f"{family.best.losses.mean():.3f}"
+        return f"{gap.mean():+.3f}{_fewer(gap, seeds)}" if gap.count() else "diverged"
 
-def _family_lines(cells: Cells, family: Group, settings: Sequence[Setting]) -> Iterator[list[str]]:
-    """A line for an optimizer alone, for each correction, and looking ahead."""
-    results = {row: one for row, one in cells.ablation.results.items() if _family(row) == family}
-    fresh = [one for row, one in results.items() if row.setting == NO_DELAY and not one.losses.isna().any()]
-    if not fresh:
-        return
-    best = min(fresh, key=lambda one: (-one.losses.count(), one.losses.mean()))
-    gaps = {row: difference(one, best) for row, one in results.items() if one is not best}
-    texts = {
-        row: f"{gap.mean():+.3f}{_fewer(gap, len(best.losses))}" if gap.count() else "diverged"
-        for row, gap in gaps.items()
-    }
-    texts[best.row] = f"{best.losses.mean():.3f}"
-    half = pooled_half_width(list(gaps.values()), len(best.losses))
-    for group, correction in dict.fromkeys((row.group, row.correction) for row in results):
-        kind = "looking ahead" if group.optimizer.endswith(_AHEAD) else correction.replace(UNCORRECTED, "alone")
-        rows = [Row(*group, *setting, correction) for setting in (NO_DELAY, *settings)]
-        yield [family.label, kind, *(texts.get(row, "") for row in rows), "" if half is None else f"± {half:.3f}"]
+    for kind, gaps in family.gaps.items():
+        half = "" if family.half is None else f"± {family.half:.3f}"
+        yield [family.label, kind, *(text(gaps.get(setting)) for setting in (NO_DELAY, *settings)), half]
 
 
 def search_table(ablation: Ablation) -> str:
