@@ -19,7 +19,7 @@ from research.ablations.table import Table
 def parser() -> argparse.ArgumentParser:
     """The command's arguments."""
     parser = argparse.ArgumentParser(prog="python -m research.ablations", description=__doc__)
-    parser.add_argument("recipe", type=Path, help="such as research/ablations/least.yaml")
+    parser.add_argument("recipe", type=Path, help="such as research/ablations/tied.yaml")
     parser.add_argument(
         "--output", type=Path, default=Path("runs/ablations"), help="folder of all tables and trainings"
     )

@@ -1,4 +1,4 @@
-"""Tables of ablations inside a page of the documentation, made again from the CSV files so that they cannot go stale.
+"""Tables of ablations inside a page, made again from the CSV files so that they cannot go stale.
 
 A page holds pairs of lines
 
@@ -6,8 +6,8 @@ A page holds pairs of lines
     <!-- end of table -->
 
 FOLDER, relative to the page, holds ``results.csv``; after ``#`` stands the name of a table: main, corrections, equal,
-delays or search. ``python docs/embed_tables.py PAGE`` replaces what is between them. What all tables of a kind have
-below them, stands below the first one alone.
+delays, sides or search. ``python -m research.ablations.embed PAGE`` replaces what is between them. What all tables of a
+kind have below them, stands below the first one alone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def embedded(page: Path) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Embed into the pages named on the command line."""
-    parser = argparse.ArgumentParser(prog="python docs/embed_tables.py", description="Ablation tables in pages.")
+    parser = argparse.ArgumentParser(prog="python -m research.ablations.embed", description="Ablation tables in pages.")
     parser.add_argument("pages", type=Path, nargs="+", help="Markdown files")
     for page in parser.parse_args(argv).pages:
         page.write_text(embedded(page), encoding="utf-8")
