@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -102,15 +104,20 @@ def _memory(plan: Mapping[str, Any]) -> list[str]:
 
 def _speed(plan: Mapping[str, Any]) -> list[str]:
     sync, tokens = plan["schedules"]["1F1B"]["step"], plan["tokens_per_update"]
-    rows = [["schedule", "ms per update", "samples/s", "tokens/s", "bubble", "updates old", "against 1F1B"]]
+    rows = [["schedule", "ms per update", "samples/s", "tokens/s", "bubble", "phi", "against 1F1B"]]
     for name, pace in plan["schedules"].items():
         step = pace["step"]
         rows.append([
             name + (" (the recipe's)" if name == plan["schedule"] else ""), _milliseconds(step),
             f"{plan['samples_per_update'] / step:.4g}", "-" if tokens is None else f"{tokens / step:,.0f}",
-            f"{max(0.0, 1 - max(pace['busy'])):.1%}", f"{max(pace['staleness']):.3g}", f"{sync / step:.2f}x",
+            f"{max(0.0, 1 - max(pace['busy'])):.1%}", f"{_phi(pace['staleness']):.2f}", f"{sync / step:.2f}x",
         ])  # fmt: skip
     return columns(rows)
+
+
+def _phi(staleness: Sequence[float]) -> float:
+    """Root mean square over the stages, of which the cost in loss is a function (docs/research/evidence.md)."""
+    return math.sqrt(statistics.fmean(age**2 for age in staleness))
 
 
 def _advice(plan: Mapping[str, Any]) -> list[str]:
