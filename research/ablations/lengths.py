@@ -3,7 +3,7 @@
 Variants of a recipe that are named after their length, ``600-updates``, ``1200-updates``, ..., say it from the ends of
 trainings. Of other trainings, their curves do:
 
-``python -m research.ablations.lengths FOLDER --gain 1.38``
+``python -m research.ablations.lengths FOLDER --gain 1.38 --against Muon``
 """
 
 from __future__ import annotations
@@ -86,26 +86,20 @@ def _without_delay(ablation: Ablation, row: Row, seed: int) -> list[tuple[int, f
     return sorted(points)
 
 
-def updates_over_sync(ablation: Ablation, row: Row, curves: pd.DataFrame) -> pd.Series | None:
-    """Updates of a row's trainings over those after which training without delay has the loss that they end at.
+def updates_over(other: Result, own: Result, curves: pd.DataFrame) -> pd.Series:
+    """Updates of a row's trainings over those after which another row's have the loss that they end at, by seed.
 
-    That is read from the curve of the training without delay, of the same seed, with straight lines between its
+    That is read from the curve of the other one's training, of the same seed, with straight lines between its
     validations, the last of which is prolonged.
-
-    Returns:
-        Ratios by seed; None without a training without delay.
     """
-    sync, own = ablation.sync(row.group), ablation.results[row]
-    if sync is None:
-        return None
-    cells, found = _cells(sync), {}
+    cells, found = _cells(other), {}
     for seed, cell in _cells(own).items():
         if seed in cells:
             points = curves[(curves.cell == cells[seed]) & (curves.metric == "val_loss")].sort_values("step")
             end = float(curves[curves.cell == cell].step.max())
             equal = _place(list(zip(points.step, points.value, strict=True)), float(own.losses[seed]))
             found[seed] = math.nan if equal is None else end / equal
-    return pd.Series(found) if found else None
+    return pd.Series(found, dtype=float)
 
 
 def _cells(result: Result) -> dict[int, str]:
@@ -114,17 +108,20 @@ def _cells(result: Result) -> dict[int, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print what each row with a delay takes."""
+    """Print what each row takes, with a delay, or against another optimizer's run without one."""
     parser = argparse.ArgumentParser(prog="python -m research.ablations.lengths")
     parser.add_argument("folder", type=Path, help="with results.csv and curves.csv")
     parser.add_argument("--gain", type=float, help="updates per second of all rows, over those without delay")
+    parser.add_argument("--against", help="compare with Muon, Muon-ahead, ... without delay, not each row with its own")
     arguments = parser.parse_args(argv)
     ablation, curves = Ablation.of(*read_runs(arguments.folder)), read_curves(arguments.folder)
     for row in sorted(ablation.results, key=ablation.order):
-        ratios = None if row.setting == NO_DELAY else updates_over_sync(ablation, row, curves)
-        if ratios is not None:
+        other = ablation.sync(row.group._replace(optimizer=arguments.against or row.optimizer))
+        if other is not None and other.row != row:
+            ratios = updates_over(other, ablation.results[row], curves)
             text = f"{row.name}: {_text(ratios)} times the updates"
-            print(text if arguments.gain is None else f"{text}, {_text(arguments.gain / ratios)} times as fast")
+            gain = None if row.setting == NO_DELAY else arguments.gain
+            print(text if gain is None else f"{text}, {_text(gain / ratios)} times as fast")
 
 
 def _text(values: pd.Series) -> str:

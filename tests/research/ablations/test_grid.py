@@ -13,7 +13,7 @@ import pytest
 
 from research.ablations.extrapolation import Gaps, predict
 from research.ablations.law import BESIDES, fit, points_of, shares
-from research.ablations.lengths import updates_over_sync
+from research.ablations.lengths import updates_over
 from research.ablations.recipe import Recipe
 from research.ablations.rows import Key, Row, Run
 from research.ablations.search import best_lr, learning_rates, make_plan
@@ -136,6 +136,6 @@ def test_updates_to_a_loss_are_read_from_the_curve_without_delay() -> None:
     values += [(one.cell, 600, one.loss) for one in late]
     curves = pd.DataFrame([(cell, step, "val_loss", value) for cell, step, value in values],
                           columns=["cell", "step", "metric", "value"])  # fmt: skip
-    ratios = updates_over_sync(Ablation.of("", [*syncs, *late]), late[0].key.row, curves)
-    assert ratios is not None
+    fresh, old = Ablation.of("", [*syncs, *late]).results.values()
+    ratios = updates_over(fresh, old, curves)
     assert ratios.to_dict() == {1: pytest.approx(600 / 450), 2: pytest.approx(600 / 630)}
