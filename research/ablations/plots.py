@@ -248,7 +248,7 @@ def draw_law(ablation: Ablation) -> Figure | None:
 
 
 def draw_sides(ablation: Ablation) -> Figure | None:
-    """Distance to the best run without a delay of each optimizer, alone, corrected and looking ahead, by delay.
+    """Each optimizer alone, corrected and looking ahead, by delay: above its best run without one, and above its own.
 
     Returns:
         None if nothing looks ahead, or under one delay only.
@@ -257,18 +257,22 @@ def draw_sides(ablation: Ablation) -> Figure | None:
     if len(settings) < 2:
         return None
     shown = list(families(ablation))
-    figure, panels = _panels([family.label for family in shown], "above the best without delay\n(own scale)", "")
+    titles = [family.label for family in shown]
+    figure, panels = _panels([*titles, *titles], "above the best without delay\n(own scale)", "")
+    panels[len(shown)].set_ylabel("above itself without delay\n(own scale)")
     places = {setting: place for place, setting in enumerate([NO_DELAY, *reversed(settings)])}
     ticks = ["no delay", *(setting[0].partition(" ")[2].replace("microbatches", "m") for setting in reversed(settings))]
     looks = looks_of([kind for family in shown for kind in family.gaps])
-    for axes, family in zip(panels, shown):
-        for kind, gaps in family.gaps.items():
-            ordered = sorted((setting for setting in gaps if setting in places), key=lambda setting: places[setting])
-            means = [gaps[setting].mean() if len(gaps[setting]) else 0.0 for setting in ordered]
-            errors = [(family.half or 0.0) * (len(gaps[setting]) > 0) for setting in ordered]
+    distances = [(one.gaps, one.half) for one in shown] + [(one.costs, one.costs_half) for one in shown]
+    for axes, (lines, half) in zip(panels, distances):
+        for kind, line in lines.items():
+            ordered = sorted((setting for setting in line if setting in places), key=lambda setting: places[setting])
+            means = [line[setting].mean() if len(line[setting]) else 0.0 for setting in ordered]
+            errors = [(half or 0.0) * (len(line[setting]) > 0) for setting in ordered]
             axes.errorbar([places[one] for one in ordered], means, errors, label=kind, capsize=3, **looks[kind])
         axes.axhline(0, color=_SYNC, lw=1, zorder=1)
         axes.set_xticks(range(len(ticks)), ticks, fontsize=8)
+        axes.set_xlim(-0.2, len(ticks) - 0.8)
     return _with_legend(figure, panels)
 
 

@@ -1,4 +1,4 @@
-"""Both sides at their best: how far every run of an optimizer ends above its best one without a delay.
+"""Both sides at their best: how far every run of an optimizer ends above runs without a delay, the best and its own.
 
 Looking ahead is part of an optimizer's name: ``Muon-ahead`` is of Muon's family.
 """
@@ -17,6 +17,9 @@ _AHEAD = "-ahead"
 _MOST_DELAYS = 6  # more are no table
 
 
+Distances = dict[str, dict[Setting, pd.Series]]
+
+
 class Family(NamedTuple):
     """An optimizer alone, with corrections and looking ahead.
 
@@ -24,13 +27,17 @@ class Family(NamedTuple):
         label: its name.
         best: of its rows without delay, the one with the lowest mean loss.
         gaps: kind ("alone", "EF", "looking ahead") -> delay -> distance to `best`, by seed; empty for itself.
-        half: half of the 95 % interval of a mean distance over all seeds, by the pooled standard deviation.
+        costs: the same, distance to the run without delay of its own kind, for Error Feedback alone.
+        half: half of the 95 % interval of a mean of `gaps` over all seeds, by the pooled standard deviation.
+        costs_half: that of `costs`.
     """
 
     label: str
     best: Result
-    gaps: dict[str, dict[Setting, pd.Series]]
+    gaps: Distances
+    costs: Distances
     half: float | None
+    costs_half: float | None
 
 
 def delays_of(ablation: Ablation) -> list[Setting]:
@@ -50,14 +57,22 @@ def families(ablation: Ablation) -> Iterator[Family]:
     for group, results in members.items():
         fresh = [one for row, one in results.items() if row.setting == NO_DELAY and not one.losses.isna().any()]
         if fresh:
-            yield _family(group.label, min(fresh, key=lambda one: (-one.losses.count(), one.losses.mean())), results)
+            best = min(fresh, key=lambda one: (-one.losses.count(), one.losses.mean()))
+            yield _family(ablation, group.label, best, results)
 
 
-def _family(label: str, best: Result, results: Mapping[Row, Result]) -> Family:
-    gaps: dict[str, dict[Setting, pd.Series]] = {}
+def _family(ablation: Ablation, label: str, best: Result, results: Mapping[Row, Result]) -> Family:
+    gaps: Distances = {}
+    costs: Distances = {}
     for row, one in results.items():
         kind = "looking ahead" if row.optimizer.endswith(_AHEAD) else row.correction.replace(UNCORRECTED, "alone")
-        gap = difference(one, best) if one is not best else pd.Series(dtype=float)
-        gaps.setdefault(kind, {})[row.setting] = gap
-    every = [gap for delays in gaps.values() for gap in delays.values()]
-    return Family(label, best, gaps, pooled_half_width(every, len(best.losses)))
+        gap, cost = difference(one, best), ablation.gap(row)
+        gaps.setdefault(kind, {})[row.setting] = gap if one is not best else pd.Series(dtype=float)
+        if row.setting != NO_DELAY and cost is not None:
+            costs.setdefault(kind, {})[row.setting] = cost
+    return Family(label, best, gaps, costs, _half(gaps, best), _half(costs, best))
+
+
+def _half(distances: Distances, best: Result) -> float | None:
+    every = [distance for ones in distances.values() for distance in ones.values()]
+    return pooled_half_width(every, len(best.losses))
