@@ -23,7 +23,7 @@ from research.ablations.tables import page
 ROOT = Path(__file__).parents[3]
 EVIDENCE = sorted(path.parent for path in (ROOT / "docs" / "evidence").glob(f"*/{RESULTS}"))
 RECIPES = sorted((ROOT / "research" / "ablations").glob("*.yaml"))
-INCOMPLETE = ("large_optimizers", "sizes", "lengths", "experts")
+INCOMPLETE = ("large_optimizers", "sizes", "lengths")
 read_runs, read_curves = cache(results.read_runs), cache(results.read_curves)  # of several tests
 by_name = pytest.mark.parametrize("folder", EVIDENCE, ids=lambda path: path.name)
 
