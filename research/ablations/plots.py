@@ -263,8 +263,9 @@ def draw_sides(ablation: Ablation) -> Figure | None:
     places = {setting: place for place, setting in enumerate([NO_DELAY, *reversed(settings)])}
     ticks = ["no delay", *(setting[0].partition(" ")[2].replace("microbatches", "m") for setting in reversed(settings))]
     looks = looks_of([kind for family in shown for kind in family.gaps])
-    distances = [(one.gaps, one.half) for one in shown] + [(one.costs, one.costs_half) for one in shown]
-    for axes, (lines, half) in zip(panels, distances):
+    distances = [(one, one.gaps) for one in shown] + [(one, one.costs) for one in shown]
+    for axes, (family, lines) in zip(panels, distances):
+        half = family.half_width(lines)
         for kind, line in lines.items():
             ordered = sorted((setting for setting in line if setting in places), key=lambda setting: places[setting])
             means = [line[setting].mean() if len(line[setting]) else 0.0 for setting in ordered]

@@ -15,8 +15,6 @@ from research.ablations.summary import NO_DELAY, Ablation, Result, difference, p
 
 _AHEAD = "-ahead"
 _MOST_DELAYS = 6  # more are no table
-
-
 Distances = dict[str, dict[Setting, pd.Series]]
 
 
@@ -28,16 +26,17 @@ class Family(NamedTuple):
         best: of its rows without delay, the one with the lowest mean loss.
         gaps: kind ("alone", "EF", "looking ahead") -> delay -> distance to `best`, by seed; empty for itself.
         costs: the same, distance to the run without delay of its own kind, for Error Feedback alone.
-        half: half of the 95 % interval of a mean of `gaps` over all seeds, by the pooled standard deviation.
-        costs_half: that of `costs`.
     """
 
     label: str
     best: Result
     gaps: Distances
     costs: Distances
-    half: float | None
-    costs_half: float | None
+
+    def half_width(self, distances: Distances) -> float | None:
+        """Half of the 95 % interval of a mean distance over all seeds, by the pooled standard deviation."""
+        every = [distance for ones in distances.values() for distance in ones.values()]
+        return pooled_half_width(every, len(self.best.losses))
 
 
 def delays_of(ablation: Ablation) -> list[Setting]:
@@ -70,9 +69,4 @@ def _family(ablation: Ablation, label: str, best: Result, results: Mapping[Row, 
         gaps.setdefault(kind, {})[row.setting] = gap if one is not best else pd.Series(dtype=float)
         if row.setting != NO_DELAY and cost is not None:
             costs.setdefault(kind, {})[row.setting] = cost
-    return Family(label, best, gaps, costs, _half(gaps, best), _half(costs, best))
-
-
-def _half(distances: Distances, best: Result) -> float | None:
-    every = [distance for ones in distances.values() for distance in ones.values()]
-    return pooled_half_width(every, len(best.losses))
+    return Family(label, best, gaps, costs)

@@ -242,7 +242,8 @@ def sides_table(ablation: Ablation) -> str:
 
 
 def _family_lines(family: Family, settings: Sequence[Setting]) -> Iterator[list[str]]:
-    seeds = len(family.best.losses)
+    seeds, half = len(family.best.losses), family.half_width(family.gaps)
+    interval = "" if half is None else f"± {half:.3f}"
 
     def text(gap: pd.Series | None) -> str:
         if gap is None:
@@ -252,8 +253,7 @@ def _family_lines(family: Family, settings: Sequence[Setting]) -> Iterator[list[
         return f"{gap.mean():+.3f}{_fewer(gap, seeds)}" if gap.count() else "diverged"
 
     for kind, gaps in family.gaps.items():
-        half = "" if family.half is None else f"± {family.half:.3f}"
-        yield [family.label, kind, *(text(gaps.get(setting)) for setting in (NO_DELAY, *settings)), half]
+        yield [family.label, kind, *(text(gaps.get(setting)) for setting in (NO_DELAY, *settings)), interval]
 
 
 def search_table(ablation: Ablation) -> str:
