@@ -21,8 +21,9 @@ from research.ablations.table import Table
 from research.ablations.tables import page
 
 ROOT = Path(__file__).parents[3]
-EVIDENCE = sorted(path.parent for path in (ROOT / "docs" / "evidence").glob(f"*/{RESULTS}"))
-RECIPES = sorted((ROOT / "research" / "ablations").glob("*.yaml"))
+PLACES = ROOT / "docs" / "evidence", ROOT / "research" / "two_bw"
+EVIDENCE = sorted(found.parent for place in PLACES for found in place.glob(f"*/{RESULTS}"))
+RECIPES = sorted((ROOT / "research").glob("*/*.yaml"))
 INCOMPLETE = ("large_optimizers", "sizes", "lengths")
 read_runs, read_curves = cache(results.read_runs), cache(results.read_curves)  # of several tests
 by_name = pytest.mark.parametrize("folder", EVIDENCE, ids=lambda path: path.name)
@@ -47,10 +48,11 @@ def test_tables_follow_from_the_csv_files(folder: Path) -> None:
     assert sorted(new_plots.split()) == sorted(old_plots.split())
 
 
-def test_tables_in_the_notes_follow_from_the_csv_files() -> None:
-    notes = ROOT / "research" / "notes" / "evidence.md"
+@pytest.mark.parametrize(("name", "tables"), [("notes/evidence.md", 6), ("two_bw/README.md", 5)])
+def test_tables_in_the_notes_follow_from_the_csv_files(name: str, tables: int) -> None:
+    notes = ROOT / "research" / name
     assert embedded(notes) == notes.read_text()
-    assert notes.read_text().count("<!-- table: ") == 11
+    assert notes.read_text().count("<!-- table: ") == tables
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -79,7 +81,7 @@ def test_models_are_cut_into_four_stages_as_for_the_published_results(base: str)
 
 
 def test_predictions_are_those_that_were_written_down(capsys: pytest.CaptureFixture[str]) -> None:
-    extrapolation.main([str(ROOT / "docs/evidence/budget"), "--until", "1200", "--at", "2400"])
+    extrapolation.main([str(ROOT / "research/two_bw/budget"), "--until", "1200", "--at", "2400"])
     extrapolation.main([str(ROOT / "docs/evidence/sizes"), "--until", "0.3", "--at", "0.49"])
     assert capsys.readouterr().out.splitlines() == [
         "Muon, delay 1, EF, from 600, 1200 updates:",
