@@ -117,6 +117,8 @@ class _NoStep(Optimizer):
 def feedback_alone(stage: nn.Module) -> Callable[[], None]:
     """A step of Error Feedback around an optimizer that does nothing, with the weights before lent as in a pipeline."""
     parameters = list(stage.parameters())
+    for p, gradient in zip(parameters, make_gradients(stage), strict=True):
+        p.grad = gradient  # what has none does not move, and needs no correction
     feedback = ErrorFeedback(parameters, partial(_NoStep, defaults={}))
     before: dict[Tensor, Tensor] = {p: p.detach().clone() for p in parameters}
 

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.core.simulation import simulate
 from lightning_asyncpp.core.trace import Span
-from research.benchmarks import link
+from research.benchmarks import link, optimizer
 from research.benchmarks.ideal import make_schedules, steady_state
 from research.benchmarks.report import Figures, Spread
 from research.benchmarks.run import Clock, RankRun, Run
@@ -98,6 +100,15 @@ def test_optimizer_compares_steps(tmp_path: Path) -> None:
     rows = {row.split(" | ")[0].strip("| "): row for row in printed.splitlines() if row.startswith("|")}
     assert float(rows["ours"].split("|")[4]) < 0.02  # what bfloat16 leaves of sums in another order
     assert "Error Feedback adds" in printed
+
+
+def test_error_feedback_is_timed_at_work() -> None:
+    layer = nn.Linear(3, 2, bias=False)
+    step = optimizer.feedback_alone(layer)
+    step()
+    moved = layer.weight.detach().add_(1.0).clone()  # as by the optimizer that it corrects
+    step()
+    torch.testing.assert_close(layer.weight.detach(), moved + 1.0)
 
 
 KNOWN = {  # stages, microbatches, lookahead, delay: utilisation with messages of 0, 1.2 and 10 ms, and with jitter
