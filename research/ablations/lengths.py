@@ -19,7 +19,9 @@ import pandas as pd
 
 from research.ablations.results import read_curves, read_runs
 from research.ablations.rows import Group, Row
-from research.ablations.summary import NO_DELAY, Ablation, Result, half_width
+from research.ablations.summary import NO_DELAY, Ablation, Result, difference, half_width, pooled_half_width
+
+_DIGITS = {"loss": 4, "updates": 2, "faster": 2}
 
 
 def length_of(group: Group) -> int | None:
@@ -107,6 +109,19 @@ def _cells(result: Result) -> dict[int, str]:
     return dict(zip(result.losses.dropna().index, result.cells, strict=True))
 
 
+def compared(other: Result, own: Result, curves: pd.DataFrame, gain: float | None) -> pd.DataFrame:
+    """Compare a row's trainings with another row's of the same seeds.
+
+    Args:
+        gain: updates per second of the row over those of the other one; None if that is not known.
+
+    Returns:
+        By seed: ``loss``, the difference; ``updates``, over those to the same loss; ``faster``, with a gain.
+    """
+    table = pd.DataFrame({"loss": difference(own, other), "updates": updates_over(other, own, curves)})
+    return table if gain is None else table.assign(faster=gain / table.updates)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Print what each row takes, with a delay, or against another optimizer's run without one."""
     parser = argparse.ArgumentParser(prog="python -m research.ablations.lengths")
@@ -115,18 +130,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--against", help="compare with Muon, Muon-ahead, ... without delay, not each row with its own")
     arguments = parser.parse_args(argv)
     ablation, curves = Ablation.of(*read_runs(arguments.folder)), read_curves(arguments.folder)
+    delayed: dict[str, list[pd.DataFrame]] = {}
     for row in sorted(ablation.results, key=ablation.order):
         other = ablation.sync(row.group._replace(optimizer=arguments.against or row.optimizer))
-        if other is not None and other.row != row:
-            ratios = updates_over(other, ablation.results[row], curves)
-            text = f"{row.name}: {_text(ratios)} times the updates"
-            gain = None if row.setting == NO_DELAY else arguments.gain
-            print(text if gain is None else f"{text}, {_text(gain / ratios)} times as fast")
+        if other is None or other.row == row:
+            continue
+        gain = None if row.setting == NO_DELAY else arguments.gain
+        table = compared(other, ablation.results[row], curves, gain)
+        means = {name: f"{name} {table[name].mean():.{_DIGITS[name]}f} " for name in table}
+        print(f"{row.name}:", ", ".join(means[name] + _half(name, half_width(table[name])) for name in table))
+        if row.setting != NO_DELAY:
+            delayed.setdefault(row.optimizer, []).append(table)
+    for optimizer, tables in delayed.items():
+        if len(tables) > 1:
+            halves = {name: pooled_half_width([table[name] for table in tables], len(tables[0])) for name in tables[0]}
+            print(f"{optimizer}, pooled:", ", ".join(f"{name} {_half(name, half)}" for name, half in halves.items()))
 
 
-def _text(values: pd.Series) -> str:
-    half = half_width(values)
-    return f"{values.mean():.2f}" if half is None else f"{values.mean():.2f} ± {half:.2f}"
+def _half(name: str, half: float | None) -> str:
+    return "" if half is None else f"± {half:.{_DIGITS[name]}f}"
 
 
 if __name__ == "__main__":
