@@ -23,8 +23,8 @@ class Compute(Run):
 
     A stage is a chain of x + norm(x) @ w, so long that a microbatch takes ``target_ms``. Messages,
     updates and all work of the frameworks share the cores with it, as in training on CPUs. All systems get batches that
-    are there; ours log and clip. Gradients of weights that run apart (zero bubble) are in the time, but not in the
-    utilisation. Not measured: memory, loading, start-up.
+    are there; ours call `self.log` and clip. Gradients of weights that run apart (zero bubble) are in the time, but not
+    in the utilisation. Not measured: memory, loading, start-up.
 
     Attributes:
         target_ms: forward and backward of a stage per microbatch, about.
@@ -37,9 +37,9 @@ class Compute(Run):
     rows: int = 512
     width: int = 128
     blocks: int = 0
+    max_norm: float = 1e-3
 
     pinned = True
-    max_norm = 1e-3
 
     def prepared(self) -> Compute:
         """With a chain of the right length, the mean over all processes, which calibrate as they compute: at once."""
@@ -63,5 +63,6 @@ def main(argv: Sequence[str]) -> None:
     flush, no_flush = (
         ideal_milliseconds(make_schedules(run.stages, delay), run.microbatches, 1.0, 2.0) for delay in (0, 1)
     )
-    print(f"{run.stages} stages, {run.microbatches} microbatches: ideal gain {flush / no_flush:.3f}")
+    shape = f"{run.stages} stages, --blocks {run.blocks}, {run.microbatches} microbatches"
+    print(f"{shape}: ideal gain {flush / no_flush:.3f}")
     print_comparison(run, measured)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_asyncpp.core.cut.partition_choice import choose_partition
 from lightning_asyncpp.models import GPT, GPTConfig
 from research.benchmarks.options import parse_options
 from research.benchmarks.processes import measure
@@ -56,9 +58,11 @@ class Network(Run):
         return GPT(GPTConfig(_VOCABULARY, self.context, self.layers, self.dim, num_heads=self.dim // 64))
 
     def make_chunk(self, meter: Meter, stage: int, index: int, count: int, splits_backward: bool = False) -> nn.Module:
-        """An equal share of the layers."""
-        layers: Any = self.make_model(meter).pipeline_layers()  # type: ignore[operator]
-        return nn.Sequential(*layers[index * len(layers) // count : (index + 1) * len(layers) // count])
+        """The layers that our strategies put there."""
+        model = self.make_model(meter)
+        layers: Any = model.pipeline_layers()  # type: ignore[operator]
+        ends = [0, *itertools.accumulate(choose_partition(model, 0, count, "auto").counts)]
+        return nn.Sequential(*layers[ends[index] : ends[index + 1]])
 
     def boundary(self, index: int, count: int) -> Tensor:
         """Tokens, the residual stream, or logits."""

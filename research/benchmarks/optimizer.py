@@ -182,8 +182,9 @@ def main(argv: Sequence[str]) -> None:
         speed = [base / own for base, own in zip(times["torch"], times[system], strict=True)]
         rows.append([system, _milliseconds(times[system]), Spread.of(speed).text(2), f"{differences[system]:.1e}"])
     print_table(["system", "ms per step", "speed over torch", "difference from torch, of the step"], rows)
-    added, step = (statistics.median(times[name]) for name in (_FEEDBACK, systems[1]))
-    print(f"Error Feedback adds {_milliseconds(times[_FEEDBACK])} ms, {added / step:.1%} of the step of {systems[1]}.")
+    own = systems[min(1, len(systems) - 1)]
+    added, step = (statistics.median(times[name]) for name in (_FEEDBACK, own))
+    print(f"Error Feedback adds {_milliseconds(times[_FEEDBACK])} ms, {added / step:.1%} of the step of {own}.")
     print(f"{torch.get_num_threads()} threads, {options.device}; {describe_machine()}")
 
 

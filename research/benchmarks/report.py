@@ -76,8 +76,9 @@ class Figures:
 def print_comparison(run: Run, measured: dict[str, list[list[RankRun]]]) -> None:
     """The table, and the figures of every repeat in a file where one is given."""
     figures = {system: Figures.of(run, repeats) for system, repeats in measured.items()}
-    print_table(["system", "ms per mini-batch", "utilisation", "gain over 1F1B", "of the floor", "time over async",
-                 "processor ms per microbatch", "loss"], [_row(system, figures) for system in figures])  # fmt: skip
+    titles = ["system", "ms per mini-batch", "utilisation", "gain over 1F1B", "over sync", "of the floor",
+              "time over async", "processor ms per microbatch", "loss"]  # fmt: skip
+    print_table(titles, [_row(system, figures) for system in figures])
     print(describe_machine())
     if run.csv:
         with open(run.csv, "w", newline="", encoding="utf-8") as file:
@@ -90,13 +91,14 @@ def print_comparison(run: Run, measured: dict[str, list[list[RankRun]]]) -> None
 
 def _row(system: str, figures: dict[str, Figures]) -> list[str]:
     own = figures[system]
-    of_floor, gain = (_ratios(figures, base, system) for base in ("floor", "1f1b"))
+    of_floor, gain, over_sync = (_ratios(figures, base, system) for base in ("floor", "1f1b", "sync"))
     longer = [1 / ratio - 1 for ratio in _ratios(figures, "async", system)] if system.startswith("async+") else []
     return [
         system,
         Spread.of(own.milliseconds).text(1),
         Spread.of(own.utilisation).text(3) if own.utilisation else "",
         Spread.of(gain).text(2) if gain else "",
+        Spread.of(over_sync).text(2) if over_sync else "",
         Spread.of(of_floor).text(3) if of_floor else "",
         Spread.of(longer).percent() if longer else "",
         Spread.of(own.processor).text(2),

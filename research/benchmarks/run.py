@@ -28,9 +28,10 @@ class Run:
         systems: what is compared, in turn; each repeat begins with another one.
         repeats: how often each system is measured.
         mini_batches: mini-batches that are measured per repeat.
-        warm_up: mini-batches before them.
+        warm_up: mini-batches before them, at least one.
+        max_norm: to which our strategies under the Trainer clip gradients; 0: not at all.
         lookahead: of the asynchronous pipeline; default: the strategy's.
-        trace: folder for the recordings of PipelineTrace, one of each of our systems.
+        trace: folder for the recordings of PipelineTrace, one for each repeat of our systems.
         csv: file for the figures of every repeat.
         hosts: 2 puts the halves of the pipeline into two network namespaces with a link between them.
         link_latency_ms, link_mbit: of that link, one way; 0 Mbit/s: no limit.
@@ -42,6 +43,7 @@ class Run:
     repeats: int = 3
     mini_batches: int = 20
     warm_up: int = 6
+    max_norm: float = 0.0
     lookahead: int | None = field(default=None, metadata={"type": int})
     trace: str = ""
     csv: str = ""
@@ -53,7 +55,10 @@ class Run:
     rows = 1
     width = 16
     pinned = False
-    max_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.warm_up < 1:
+            raise ValueError(f"--warm-up {self.warm_up}: the clock starts when a mini-batch ends. Give 1 or more.")
 
     @property
     def processes(self) -> int:

@@ -105,7 +105,7 @@ def _run_trainer(run: Run, system: str) -> RankRun:
     with _recorders(run, system) as recorders, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = L.Trainer(
-            **_machine(run), strategy=strategy, callbacks=[notes, *recorders], gradient_clip_val=run.max_norm,
+            **_machine(run), strategy=strategy, callbacks=[notes, *recorders], gradient_clip_val=run.max_norm or None,
             max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, use_distributed_sampler=False,
         )  # fmt: skip
@@ -118,10 +118,10 @@ def _run_trainer(run: Run, system: str) -> RankRun:
 def _recorders(run: Run, system: str) -> Iterator[list[L.Callback]]:
     """What a user would add to the Trainer for this system."""
     with tempfile.TemporaryDirectory() as folder:
+        recorders: list[L.Callback] = [PipelineMonitor()] if system == "async+monitor" else []
         if run.trace or system == "async+trace":
-            yield [PipelineTrace(f"{run.trace or folder}/{system}")]
-        else:
-            yield [PipelineMonitor()] if system == "async+monitor" else []
+            recorders.append(PipelineTrace(f"{run.trace or folder}/{system}"))
+        yield recorders
 
 
 def _machine(run: Run) -> dict[str, Any]:
@@ -135,13 +135,14 @@ def _machine(run: Run) -> dict[str, Any]:
 def _run_fabric(run: Run, system: str) -> RankRun:
     """Our asynchronous strategy in a plain loop, as torch's schedules run."""
     meter, clock = Meter(), Clock()
-    strategy = FabricStrategy(microbatches=run.microbatches, lookahead=run.lookahead)
+    options: dict[str, Any] = {"lookahead": run.lookahead, "data_parallel_size": run.replicas}
+    strategy = FabricStrategy(microbatches=run.microbatches, **options)
     fabric = L.Fabric(**_machine(run), strategy=strategy)
     fabric.launch()
     model = fabric.setup_module(run.make_model(meter))
     optimizer: Any = fabric.setup_optimizers(run.make_optimizer(model))
     loss = None
-    for batch in run.batches():
+    for batch in run.batches(dist.get_rank() // run.stages):
         loss = strategy.training_step(lambda piece: run.loss(model(piece[0]), piece[1]), batch)
         optimizer.step()
         clock.mark()

@@ -20,6 +20,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from research.benchmarks.options import parse_options
 from research.benchmarks.report import Spread, describe_machine, print_table
+from research.benchmarks.systems import OURS
 
 ROOT = Path(__file__).parents[2]
 _SYNC, _ASYNC = "lightning_asyncpp.SyncPipelineStrategy", "lightning_asyncpp.AsyncPipelineStrategy"
@@ -38,7 +39,7 @@ class TimeToLoss:
 
     Attributes:
         config: recipe of `asyncpp fit`.
-        systems: besides sync; async, async+2bw, async+slack1.
+        systems: besides sync; those of the other benchmarks that run under the Trainer, with their arguments alone.
         targets: losses; 0: found among those that all runs reached.
         json: file for the curves.
     """
@@ -113,11 +114,9 @@ def common_targets(curves: Sequence[Curve], count: int = 4) -> list[float]:
 
 def overrides(options: TimeToLoss, system: str, seed: int, folder: Path) -> dict[str, Any]:
     """What a training sets besides the recipe: the same for all systems but for the strategy."""
-    arguments: dict[str, Any] = {"microbatches": options.microbatches}
-    if system == "async+2bw":
-        arguments["staleness"] = "uniform"
-    if system == "async+slack1":
-        arguments["slack"] = 1
+    if system not in OURS:
+        raise ValueError(f"--systems {system}: there is no such system. Choose from {', '.join(OURS)}.")
+    arguments: dict[str, Any] = {"microbatches": options.microbatches, **OURS[system]}
     clock = {"class_path": f"{__name__}.LossClock", "init_args": {"file": str(folder / "curve.json")}}
     trainer = {
         "accelerator": "cpu", "devices": options.stages, "max_steps": options.steps, "default_root_dir": str(folder),
@@ -155,10 +154,11 @@ def main(argv: Sequence[str]) -> None:
             curves[system].append(train(options, system, seed))
     targets = options.targets if any(options.targets) else common_targets([c for some in curves.values() for c in some])
     print_table(["validation loss", "system", "s", "updates", "sync / it"], table(curves, targets))
+    paces = {system: [curve[-1][1] / curve[-1][0] * 1e3 for curve in of_seeds] for system, of_seeds in curves.items()}
     for system, of_seeds in curves.items():
-        pace = Spread.of([curve[-1][1] / curve[-1][0] * 1e3 for curve in of_seeds])
-        last = Spread.of([curve[-1][2] for curve in of_seeds])
-        print(f"{system}: {pace.text(1)} ms per update, last loss {last.text(4)}")
+        gain = Spread.of([sync / own for sync, own in zip(paces["sync"], paces[system], strict=True)])
+        pace, last = Spread.of(paces[system]), Spread.of([curve[-1][2] for curve in of_seeds])
+        print(f"{system}: {pace.text(1)} ms per update, sync / it {gain.text(2)}, last loss {last.text(4)}")
     print(describe_machine())
     if options.json:
         Path(options.json).write_text(json.dumps({"machine": describe_machine(), "curves": curves}))
