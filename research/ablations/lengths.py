@@ -4,6 +4,9 @@ Variants of a recipe that are named after their length, ``600-updates``, ``1200-
 trainings. Of other trainings, their curves do:
 
 ``python -m research.ablations.lengths FOLDER --gain 1.38 --against Muon``
+
+prints the difference in loss, the updates over those to the same loss, and how many times as fast that is, with 95 %
+intervals: of each row, and, pooled, of the one delayed row that an optimizer has in each of several variants.
 """
 
 from __future__ import annotations
@@ -126,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print what each row takes, with a delay, or against another optimizer's run without one."""
     parser = argparse.ArgumentParser(prog="python -m research.ablations.lengths")
     parser.add_argument("folder", type=Path, help="with results.csv and curves.csv")
-    parser.add_argument("--gain", type=float, help="updates per second of all rows, over those without delay")
+    parser.add_argument("--gain", type=float, help="updates per second of all rows, over those compared with")
     parser.add_argument("--against", help="compare with Muon, Muon-ahead, ... without delay, not each row with its own")
     arguments = parser.parse_args(argv)
     ablation, curves = Ablation.of(*read_runs(arguments.folder)), read_curves(arguments.folder)
@@ -135,14 +138,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         other = ablation.sync(row.group._replace(optimizer=arguments.against or row.optimizer))
         if other is None or other.row == row:
             continue
-        gain = None if row.setting == NO_DELAY else arguments.gain
-        table = compared(other, ablation.results[row], curves, gain)
+        table = compared(other, ablation.results[row], curves, arguments.gain)
         means = {name: f"{name} {table[name].mean():.{_DIGITS[name]}f} " for name in table}
         print(f"{row.name}:", ", ".join(means[name] + _half(name, half_width(table[name])) for name in table))
         if row.setting != NO_DELAY:
             delayed.setdefault(row.optimizer, []).append(table)
     for optimizer, tables in delayed.items():
-        if len(tables) > 1:
+        if 1 < len(tables) == len({row.group for row in ablation.results if row.optimizer == optimizer}):
             halves = {name: pooled_half_width([table[name] for table in tables], len(tables[0])) for name in tables[0]}
             print(f"{optimizer}, pooled:", ", ".join(f"{name} {_half(name, half)}" for name, half in halves.items()))
 

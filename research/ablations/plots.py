@@ -265,11 +265,10 @@ def draw_sides(ablation: Ablation) -> Figure | None:
     looks = looks_of([kind for family in shown for kind in family.gaps])
     distances = [(one, one.gaps) for one in shown] + [(one, one.costs) for one in shown]
     for axes, (family, lines) in zip(panels, distances):
-        half = family.half_width(lines)
         for kind, line in lines.items():
             ordered = sorted((setting for setting in line if setting in places), key=lambda setting: places[setting])
             means = [line[setting].mean() if len(line[setting]) else 0.0 for setting in ordered]
-            errors = [(half or 0.0) * (len(line[setting]) > 0) for setting in ordered]
+            errors = [(family.half_width or 0.0) * (len(line[setting]) > 0) for setting in ordered]
             axes.errorbar([places[one] for one in ordered], means, errors, label=kind, capsize=3, **looks[kind])
         axes.axhline(0, color=_SYNC, lw=1, zorder=1)
         axes.set_xticks(range(len(ticks)), ticks, fontsize=8)

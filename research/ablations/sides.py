@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from research.ablations.rows import UNCORRECTED, Group, Row, Setting, natural
-from research.ablations.summary import NO_DELAY, Ablation, Result, difference, pooled_half_width
+from research.ablations.summary import NO_DELAY, Ablation, Result, common_half_width, difference
 
 _AHEAD = "-ahead"
 _MOST_DELAYS = 6  # more are no table
@@ -26,17 +26,14 @@ class Family(NamedTuple):
         best: of its rows without delay, the one with the lowest mean loss.
         gaps: kind ("alone", "EF", "looking ahead") -> delay -> distance to `best`, by seed; empty for itself.
         costs: the same, distance to the run without delay of its own kind, for Error Feedback alone.
+        half_width: half of the 95 % interval of a mean distance, from all rows.
     """
 
     label: str
     best: Result
     gaps: Distances
     costs: Distances
-
-    def half_width(self, distances: Distances) -> float | None:
-        """Half of the 95 % interval of a mean distance over all seeds, by the pooled standard deviation."""
-        every = [distance for ones in distances.values() for distance in ones.values()]
-        return pooled_half_width(every, len(self.best.losses))
+    half_width: float | None
 
 
 def delays_of(ablation: Ablation) -> list[Setting]:
@@ -69,4 +66,4 @@ def _family(ablation: Ablation, label: str, best: Result, results: Mapping[Row, 
         gaps.setdefault(kind, {})[row.setting] = gap if one is not best else pd.Series(dtype=float)
         if row.setting != NO_DELAY and cost is not None:
             costs.setdefault(kind, {})[row.setting] = cost
-    return Family(label, best, gaps, costs)
+    return Family(label, best, gaps, costs, common_half_width([one.losses for one in results.values()]))

@@ -143,11 +143,29 @@ def half_width(values: pd.Series) -> float | None:
     count = int(values.count())
     if count < 2:
         return None
-    return float(_STUDENT_T[min(count - 1, len(_STUDENT_T)) - 1] * values.std() / math.sqrt(count))
+    return _half(count - 1, values.std() / math.sqrt(count))
+
+
+def common_half_width(rows: Sequence[pd.Series]) -> float | None:
+    """Half of the 95 % interval of the difference of two rows' mean losses over the same seeds.
+
+    A loss is taken as a row's mean, plus what its seed adds to every row, plus an error; all errors have one variance,
+    that of a randomised block design. Rows that lack a seed do not count.
+
+    Returns:
+        None with fewer than two rows or seeds.
+    """
+    losses = pd.DataFrame(list(rows)).dropna()  # (rows, seeds)
+    freedom = (len(losses) - 1) * (losses.shape[1] - 1)
+    if freedom < 1:
+        return None
+    errors = losses.sub(losses.mean(axis=1), axis=0) - losses.mean() + losses.to_numpy().mean()
+    variance = errors.pow(2).to_numpy().sum() / freedom
+    return _half(freedom, math.sqrt(2 * variance / losses.shape[1]))
 
 
 def pooled_half_width(many: Sequence[pd.Series], count: int) -> float | None:
-    """Half of the 95 % interval of a mean of ``count`` values, if all series have one variance.
+    """Half of the 95 % interval of a mean of ``count`` values, if all series are independent and have one variance.
 
     Returns:
         None if no series has two values.
@@ -157,7 +175,12 @@ def pooled_half_width(many: Sequence[pd.Series], count: int) -> float | None:
     if not freedom:
         return None
     variance = sum((len(values) - 1) * values.var() for values in many) / freedom
-    return float(_STUDENT_T[min(freedom, len(_STUDENT_T)) - 1] * math.sqrt(variance / count))
+    return _half(freedom, math.sqrt(variance / count))
+
+
+def _half(freedom: int, error: float) -> float:
+    """Half of a 95 % interval from the standard error of a mean and its degrees of freedom."""
+    return _STUDENT_T[min(freedom, len(_STUDENT_T)) - 1] * float(error)
 
 
 def no_share(gap: pd.Series, gain: float = 0.0) -> str | None:

@@ -242,7 +242,7 @@ def sides_table(ablation: Ablation) -> str:
 
 
 def _family_lines(family: Family, settings: Sequence[Setting]) -> Iterator[list[str]]:
-    seeds, half = len(family.best.losses), family.half_width(family.gaps)
+    seeds, half = len(family.best.losses), family.half_width
     interval = "" if half is None else f"± {half:.3f}"
 
     def text(gap: pd.Series | None) -> str:
@@ -300,8 +300,8 @@ _DELAY_DEFINITION = (
 )
 _SIDES_DEFINITION = (
     "The best loss without delay of an optimizer, alone or looking ahead, and the distance of all other rows to it,"
-    " each at its best learning rate, paired by seed: mean. The 95 % interval is Student's t for such a mean over all"
-    " seeds, with the standard deviation of all distances of the optimizer, pooled."
+    " each at its best learning rate, paired by seed: mean. The 95 % interval is that of such a mean over all seeds,"
+    " from the residual of all losses of the optimizer after row and seed (a randomised block design)."
 )
 _LENGTH_NOTE = (
     "Further updates: how many more the row takes than a sync run to the loss that it ends at. Losses at the ends of"

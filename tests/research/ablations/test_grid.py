@@ -121,7 +121,7 @@ def test_distances_are_to_the_best_of_a_family_with_one_interval() -> None:
     losses = {("Muon", "0"): (1.1, 1.3), ("Muon-ahead", "0"): (1.0, 1.2), ("Muon-ahead", "least"): (1.2, 1.3)}
     runs = [run(loss, i, optimizer=o, delay=d) for (o, d), ones in losses.items() for i, loss in enumerate(ones)]
     lines = sides_table(Ablation.of("mine", [*runs, run(5.0, optimizer="SOAP", delay="0")])).splitlines()
-    width = 4.303 * math.sqrt((0.0 + 0.1**2 / 2) / 2 / 2)
+    width = 4.303 * math.sqrt(0.1**2 / 6)  # of residuals -1/60, -1/60 and 1/30, with the other sign on the other seed
     assert lines[2:5] == [
         f"| Muon | alone | +0.100 |  | ± {width:.3f} |",
         f"| Muon | looking ahead | 1.100 | +0.150 | ± {width:.3f} |",
