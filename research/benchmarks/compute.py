@@ -23,8 +23,8 @@ class Compute(Run):
 
     A stage is a chain of x + norm(x) @ w, so long that a microbatch takes ``target_ms``. Messages,
     updates and all work of the frameworks share the cores with it, as in training on CPUs. All systems get batches that
-    are there; ours call `self.log` and clip. Gradients of weights that run apart (zero bubble) are in the time, but not
-    in the utilisation. Not measured: memory, loading, start-up.
+    are there; ours call `self.log`. Gradients of weights that run apart (zero bubble) are in the time, but not in the
+    utilisation. Not measured: memory, loading, start-up.
 
     Attributes:
         target_ms: forward and backward of a stage per microbatch, about.
@@ -37,7 +37,6 @@ class Compute(Run):
     rows: int = 512
     width: int = 128
     blocks: int = 0
-    max_norm: float = 1e-3
 
     pinned = True
 

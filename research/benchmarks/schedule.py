@@ -25,10 +25,10 @@ _SHOWN_BATCHES = 3
 class Schedule(Run):
     """Utilisation of stages that sleep, so that many of them run on few cores.
 
-    Our strategies run as users run them: a Trainer collates samples, every step calls `self.log`, and gradients are
-    clipped. torch's schedules and async+fabric run in a plain loop, on batches that are there already, and do not clip.
-    The floor sleeps and steps as often, without messages, neighbours or Trainer. Not measured: memory, loading,
-    start-up, and the last mini-batch, after which a pipeline drains.
+    Our strategies run as users run them: a Trainer collates samples, and every step calls `self.log`. torch's schedules
+    and async+fabric run in a plain loop, on batches that are there already. The floor sleeps and steps as often,
+    without messages, neighbours or Trainer. Not measured: memory, loading, start-up, and the last mini-batch, after
+    which a pipeline drains.
 
     Attributes:
         forward_ms, backward_ms: how long a stage sleeps per microbatch; a chunk of two sleeps half as long.
@@ -43,7 +43,6 @@ class Schedule(Run):
     jitter: float = 0.0
     seed: int = 0
     svg: str = ""
-    max_norm: float = 1e-3  # so small that gradients are always scaled
 
     def make_chunk(self, meter: Meter, stage: int, index: int, count: int, splits_backward: bool = False) -> nn.Module:
         """A layer that sleeps for its part of a stage."""
