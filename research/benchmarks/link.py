@@ -88,8 +88,7 @@ def open_hosts(latency_ms: float, mbit: float) -> Iterator[Hosts]:
             ready = json.loads(relay.stdout.readline())
             fact = f"link: {latency_ms:g} ms asked, {ready['one_way_ms']:.2f} ms measured one way, {mbit:g} Mbit/s"
             # gloo would look for an interface by the machine's name, which no namespace has.
-            environment = {"GLOO_SOCKET_IFNAME": INTERFACE, "TP_SOCKET_IFNAME": INTERFACE}
-            yield Hosts(ADDRESSES, tuple(ready["namespaces"]), environment, (fact,))
+            yield Hosts(ADDRESSES, tuple(ready["namespaces"]), {"GLOO_SOCKET_IFNAME": INTERFACE}, (fact,))
         finally:
             relay.kill()
 

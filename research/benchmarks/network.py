@@ -94,7 +94,10 @@ class Network(Run):
 
 def main(argv: Sequence[str]) -> None:
     """Measure, and print the table."""
-    run, measured = measure(parse_options(Network, "network", argv))
+    run = parse_options(Network, "network", argv)
+    if "floor" in run.systems:
+        raise ValueError("--systems floor: a stage of a GPT does not run alone. Leave it out.")
+    run, measured = measure(run)
     message = run.rows * run.context * run.dim * 4
     print(f"{run.stages} stages, {run.replicas} replicas, {run.microbatches} microbatches, {message / 1e3:.0f} kB each")
     print_comparison(run, measured)
