@@ -24,7 +24,9 @@ def test_the_numbers_of_the_page_are_those_computed(page: Path, name: str) -> No
     computed = COMPUTED[name]()
     assert [label.strip() for label in rows] == list(computed)
     for numbers, expected in zip(rows.values(), computed.values(), strict=True):
-        assert numbers == pytest.approx(expected, rel=0.03, abs=0.002)
+        assert numbers == pytest.approx(
+            expected, rel=0.03 if name == "orbits" else 0.005, abs=0.0005
+        )  # some never settle
 
 
 def test_every_table_and_tested_statement_is_on_the_page() -> None:
