@@ -122,8 +122,8 @@ def _phi(staleness: Sequence[float]) -> float:
 
 def _advice(plan: Mapping[str, Any]) -> list[str]:
     text = (
-        "The recipe does not fit. Remedies, the cheapest first: activation_checkpointing of the model (selective, then"
-        " block); more microbatches and lookahead 0 of the strategy; more --devices."
+                "The recipe does not fit. Remedies, the cheapest first: lookahead 0 and more microbatches of the strategy;"
+        " activation_checkpointing of the model (selective, then block); more --devices."
     )
     return [] if plan["fits"] else textwrap.wrap(text, _WIDTH)
 
