@@ -222,10 +222,10 @@ def statements(run: RecordedRun, summary: Summary) -> list[str]:
 
 
 def _waits(run: RecordedRun, summary: Summary) -> list[str]:
-    """Return how long stages wait for each other without lookahead, and which lookahead hides a slow link.
+    """Return how long stages wait for each other without lookahead, and which lookahead hides slow links.
 
-    A lookahead of P - 1 hides hops of up to half of a stage's time per microbatch. More of it hides longer hops, but
-    makes gradients so much older that it rarely pays.
+    A lookahead of P - 1, or 1 for a link in the middle alone, hides hops of up to half of a stage's time per
+    microbatch. More of it hides longer hops, but makes gradients so much older that it rarely pays.
     """
     schedule, busy, ideal = run.meta.schedule, summary.total.utilisation, summary.total.ideal
     hops = schedule.num_stages - 1
@@ -236,9 +236,10 @@ def _waits(run: RecordedRun, summary: Summary) -> list[str]:
     most = largest_lookahead(schedule.num_stages, run.ranks[0].microbatches, run.meta.num_replicas)
     if longer < _SHORT_WAIT or not most:
         return []
+    middle = "lookahead=1 hides one between the two halves of the stages, " if min(hops, most) > 1 and hops % 2 else ""
     return [
         f"Waits: stages wait for each other, so that an update takes {1 + longer:.1f} times as long. If slow links are"
-        f" the reason, lookahead={min(hops, most)} hides them, or a part of them."
+        f" the reason, {middle}lookahead={min(hops, most)} hides {'all' if middle else 'them'}, or a part of them."
     ]
 
 

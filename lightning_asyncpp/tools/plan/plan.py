@@ -122,7 +122,7 @@ def _phi(staleness: Sequence[float]) -> float:
 
 def _advice(plan: Mapping[str, Any]) -> list[str]:
     text = (
-                "The recipe does not fit. Remedies, the cheapest first: lookahead 0 and more microbatches of the strategy;"
+        "The recipe does not fit. Remedies, the cheapest first: lookahead 0 and more microbatches of the strategy;"
         " activation_checkpointing of the model (selective, then block); more --devices."
     )
     return [] if plan["fits"] else textwrap.wrap(text, _WIDTH)
