@@ -115,6 +115,8 @@ def test_the_law_of_staleness_is_found_whatever_the_stages() -> None:
     assert found[["a", "b", 1, 2, "lookahead"]].tolist() == pytest.approx([0.2, 1.5, 1.0, 2.0, 0.01])
     assert found[[name for name in BESIDES if name != "lookahead"]].abs().max() < 1e-9
     assert shares(run(0.0, delay="least microbatches=8", stages=4).key.row) == [0.375, 0.25, 0.125, 0]
+    four, eight = ("least microbatches=4", "least lookahead=3 microbatches=8")
+    assert shares(run(0.0, delay=four, stages=4).key.row) == shares(run(0.0, delay=eight, stages=4).key.row)
 
 
 def test_distances_are_to_the_best_of_a_family_with_one_interval() -> None:
