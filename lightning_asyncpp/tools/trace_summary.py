@@ -161,7 +161,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 _SHORT = {"activation": "activ.", "agreement": "agree", "checkpoint": "save", "evaluate": "val."}
 _RARE = ("drain", "evaluate", "checkpoint")
 _WIDTH = 120
-_SHORT_WAIT = 0.2  # below it lookahead, which makes gradients older, is not shown to pay
+_SHORT_WAIT = 0.2  # below it lookahead, which makes gradients older, hardly pays
 
 
 def table(run: RecordedRun, summary: Summary) -> str:
@@ -225,7 +225,7 @@ def _waits(run: RecordedRun, summary: Summary) -> list[str]:
     """Return how long stages wait for each other without lookahead, and which lookahead hides slow links.
 
     A lookahead of P - 1, or 1 for a link in the middle alone, hides hops of up to half of a stage's time per
-    microbatch. More of it hides longer hops, but makes gradients so much older that it rarely pays.
+    microbatch. More of it hides longer hops, but makes gradients so much older that it pays with many microbatches only.
     """
     schedule, busy, ideal = run.meta.schedule, summary.total.utilisation, summary.total.ideal
     hops = schedule.num_stages - 1
