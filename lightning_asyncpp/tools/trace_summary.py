@@ -225,7 +225,7 @@ def _waits(run: RecordedRun, summary: Summary) -> list[str]:
     """Return how long stages wait for each other without lookahead, and which lookahead hides slow links.
 
     A lookahead of P - 1, or 1 for a link in the middle alone, hides hops of up to half of a stage's time per
-    microbatch. More of it hides longer hops, but makes gradients so much older that it pays with many microbatches only.
+    microbatch. More of it hides longer hops, but makes gradients so much older that it needs many microbatches.
     """
     schedule, busy, ideal = run.meta.schedule, summary.total.utilisation, summary.total.ideal
     hops = schedule.num_stages - 1
