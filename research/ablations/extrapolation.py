@@ -88,14 +88,14 @@ def gaps_of(ablation: Ablation, until: float, place: Callable[[Group], float | N
         place: length or size of a variant.
 
     Returns:
-        By a name of optimizer, delay and correction, gaps of all seeds by length or size.
+        By a name of optimizer, delay and correction, gaps of all seeds by length or size; where there are two at least.
     """
     found: dict[str, dict[float, list[float]]] = {}
     for row in ablation.results:
         known, gap = place(row.group), ablation.gap(row) if row.setting != NO_DELAY else None
         if known is not None and known <= until and gap is not None:
             found.setdefault(_name(row), {})[known] = gap.dropna().tolist()
-    return dict(found)
+    return {name: gaps for name, gaps in found.items() if len(gaps) > 1}
 
 
 def _name(row: Row) -> str:
