@@ -25,18 +25,18 @@ from lightning_asyncpp.fabric import AsyncPipelineStrategy as FabricStrategy
 from research.benchmarks.run import Clock, RankRun, Run
 from research.benchmarks.stages import Meter
 
-OURS: dict[str, dict[str, Any]] = {
+STRATEGIES: dict[str, dict[str, Any]] = {
     "async": {},
     "async+2bw": {"staleness": "uniform"},
     "async+slack1": {"slack": 1},
     "async+slack2": {"slack": 2},
     "async+exact": {"slack": "exact"},
     **{f"async+lookahead{lookahead}": {"lookahead": lookahead} for lookahead in (1, 2, 3)},
-    "async+trace": {},
-    "async+monitor": {},
     "sync": {},
 }
 """Strategies under the Trainer, with their arguments."""
+OURS: dict[str, dict[str, Any]] = {**STRATEGIES, "async+trace": {}, "async+monitor": {}}
+"""The same, and with a callback that records."""
 SCHEDULES: dict[str, Any] = {
     "1f1b": pipelining.Schedule1F1B,
     "gpipe": pipelining.ScheduleGPipe,

@@ -20,7 +20,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from research.benchmarks.options import parse_options
 from research.benchmarks.report import Spread, describe_machine, print_table
-from research.benchmarks.systems import OURS
+from research.benchmarks.systems import STRATEGIES
 
 ROOT = Path(__file__).parents[2]
 _SYNC, _ASYNC = "lightning_asyncpp.SyncPipelineStrategy", "lightning_asyncpp.AsyncPipelineStrategy"
@@ -39,7 +39,7 @@ class TimeToLoss:
 
     Attributes:
         config: recipe of `asyncpp fit`.
-        systems: besides sync; those of the other benchmarks that run under the Trainer, with their arguments alone.
+        systems: besides sync; the strategies of the other benchmarks, with their arguments alone.
         targets: losses; 0: found among those that all runs reached.
         json: file for the curves.
     """
@@ -114,9 +114,9 @@ def common_targets(curves: Sequence[Curve], count: int = 4) -> list[float]:
 
 def overrides(options: TimeToLoss, system: str, seed: int, folder: Path) -> dict[str, Any]:
     """What a training sets besides the recipe: the same for all systems but for the strategy."""
-    if system not in OURS:
-        raise ValueError(f"--systems {system}: there is no such system. Choose from {', '.join(OURS)}.")
-    arguments: dict[str, Any] = {"microbatches": options.microbatches, **OURS[system]}
+    if system not in STRATEGIES:
+        raise ValueError(f"--systems {system}: there is no such system. Choose from {', '.join(STRATEGIES)}.")
+    arguments: dict[str, Any] = {"microbatches": options.microbatches, **STRATEGIES[system]}
     clock = {"class_path": f"{__name__}.LossClock", "init_args": {"file": str(folder / "curve.json")}}
     trainer = {
         "accelerator": "cpu", "devices": options.stages, "max_steps": options.steps, "default_root_dir": str(folder),
