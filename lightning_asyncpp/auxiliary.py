@@ -91,6 +91,15 @@ class collecting:  # noqa: N801 - used like torch.no_grad; a `@contextmanager` g
 
     A loss goes to the innermost collection only, so it is added once. At the end, statistics that nobody took
     (:meth:`Collected.take_statistics`) go to the enclosing collection.
+
+    Example of a step without a strategy of this package::
+
+        with collecting() as collected:
+            loss = cross_entropy(model(tokens), targets)
+        (loss + collected.total_loss()).backward()
+        optimizer.step()
+        for layer, counts in collected.statistics.items():
+            layer.update_from_statistics(counts)
     """
 
     __slots__ = ("_collected", "_token")

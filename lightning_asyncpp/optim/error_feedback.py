@@ -28,7 +28,7 @@ class ErrorFeedback(DelayCorrection):
         W_{t+1} = W_t - (u_t + strength * (u_t - u_{t-1}))        no correction at a parameter's first update
 
     With the strategies' ``staleness="least"``, only a share phi of a gradient's microbatches is one update old. Then
-    ``strength`` is multiplied by phi, which the strategy sets (:meth:`set_delay`; docs/research/theory.md, section 7).
+    ``strength`` is multiplied by phi, which the strategy sets (:meth:`set_delay`; research/notes/theory.md, section 7).
 
     If a parameter has no gradient, the base does not move it: u_t = 0. The formula still applies, and undoes the
     extrapolation of the parameter's last step. A parameter that never had a gradient needs no buffer and never moves.

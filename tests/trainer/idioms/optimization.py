@@ -127,7 +127,7 @@ class Backbone(Net):
 IDIOMS = [
     Idiom(
         "frequency | lr_scheduler_step | optimizer_closure)` | warm-up | optimizer_zero_grad | configure_gradient"
-        " | on_after_backward | read in that", OwnHooks,
+        " | on_after_backward | weights read", OwnHooks,
     ),
     Idiom(
         "OneCycleLR | groups of | clip_algorithm", OneCycle,
@@ -141,7 +141,7 @@ IDIOMS = [
         "a learning rate set in a hook | self.optimizers() | filter( | position of a layer | position of a parameter",
         Groups, processes=True,
     ),
-    Idiom("changed in that", Projected),
+    Idiom("weights changed", Projected),
     Idiom("AveragedModel", HasAverage, processes=True),
     Idiom("called one by one", Backbone, says="has no self.model"),
     Idiom("accumulate | val=0.1", trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, processes=True),
