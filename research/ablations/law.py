@@ -108,15 +108,17 @@ def costs(fits: pd.DataFrame, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return low, high
 
 
-def describe(data: pd.DataFrame) -> list[str]:
-    """The law of an optimizer, and what else matters."""
+def describe(data: pd.DataFrame, at: Sequence[float] = AT) -> list[str]:
+    """The law of an optimizer, its cost at some shares, and what else matters."""
     besides = [name for name in BESIDES if data[name].nunique() > 1]
     law, fits, wide, more = fit(data), bootstrap(data), bootstrap(data, besides), fit(data, besides)
     lines = [f"{data.row.nunique()} rows, {len(data)} losses, error {law.error:.4f}"]
     lines.append(f"error with the mean over the stages: {fit(data, phi='mean').error:.4f}")
     lines += [f"{name} {law[name]:.3f}{_interval(fits[name])}" for name in ("a", "b", CLIPPING)]
-    low, high = costs(fits, np.array(AT))
-    lines += [f"phi {at:g}: {law.a * at**law.b:+.4f}, 95 % {a:+.4f} to {b:+.4f}" for at, a, b in zip(AT, low, high)]
+    for phi, low, high in zip(at, *costs(fits, np.array(at))):
+        lines.append(f"phi {phi:g}: {law.a * phi**law.b:+.4f}, 95 % {low:+.4f} to {high:+.4f}")
+        clipped = fits.a * phi**fits.b + fits[CLIPPING]
+        lines.append(f"... with clipping: {law.a * phi**law.b + law[CLIPPING]:+.4f}{_interval(clipped)}")
     return lines + [f"at the same phi, per {name}: {more[name]:+.4f}{_interval(wide[name])}" for name in besides]
 
 
@@ -129,8 +131,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print the laws of a folder's table."""
     parser = argparse.ArgumentParser(prog="python -m research.ablations.law", description=__doc__)
     parser.add_argument("folder", type=Path, help="such as docs/evidence/law")
-    for name, data in points_of(Ablation.of(*read_runs(parser.parse_args(argv).folder))).items():
-        print(f"{name}:", *describe(data), sep="\n  ")
+    parser.add_argument("--at", type=float, nargs="+", default=AT, help="shares phi whose cost is printed")
+    options = parser.parse_args(argv)
+    for name, data in points_of(Ablation.of(*read_runs(options.folder))).items():
+        print(f"{name}:", *describe(data, options.at), sep="\n  ")
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ class TimeToLoss:
 
     Attributes:
         config: recipe of `asyncpp fit`.
+        ahead: by how many steps the optimizer looks ahead, in place of the recipe's correction; below 0: as the recipe.
         systems: besides sync; the strategies of the other benchmarks, with their arguments alone.
         targets: losses; 0: found among those that all runs reached.
         json: file for the curves.
@@ -47,6 +48,7 @@ class TimeToLoss:
     config: str = str(ROOT / "recipes" / "quickstart.yaml")
     stages: int = 2
     microbatches: int = 4
+    ahead: float = -1.0
     systems: tuple[str, ...] = ("async",)
     steps: int = 300
     validate_every: int = 25
@@ -128,12 +130,21 @@ def overrides(options: TimeToLoss, system: str, seed: int, folder: Path) -> dict
     return {"seed_everything": seed, "trainer": trainer}
 
 
+def looking_ahead(optimizer: Mapping[str, Any], ahead: float) -> dict[str, Any]:
+    """The optimizer of a recipe with another correction: weight prediction, ``ahead`` steps beyond the delay."""
+    base = optimizer["init_args"]["base"]
+    return {"class_path": "lightning_asyncpp.optim.WeightPrediction", "init_args": {"ahead": ahead, "base": base}}
+
+
 def train(options: TimeToLoss, system: str, seed: int) -> Curve:
     """One training in processes of its own."""
     with tempfile.TemporaryDirectory() as name:
         own = Path(name, "own.yaml")
         recipe = yaml.safe_load(Path(options.config).read_text(encoding="utf-8"))
         settings = overrides(options, system, seed, Path(name))
+        if options.ahead >= 0:
+            model = recipe["model"]["init_args"]
+            model["optimizer"] = looking_ahead(model["optimizer"], options.ahead)
         settings["trainer"] = {**recipe.get("trainer", {}), **settings["trainer"]}
         own.write_text(yaml.safe_dump({**recipe, **settings}))
         command = [sys.executable, "-m", "lightning_asyncpp", "fit", "--config", str(own)]

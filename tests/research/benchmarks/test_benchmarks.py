@@ -84,7 +84,7 @@ def test_our_strategies_clip_if_they_are_told_to(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_time_to_loss_trains_a_recipe(tmp_path: Path) -> None:
     short = ["--steps", "4", "--validate-every", "2", "--val-batches", "1", "--seeds", "0", "--json", "x.json"]
-    printed = run_command(["time-to-loss", *short], tmp_path)
+    printed = run_command(["time-to-loss", *short, "--ahead", "1"], tmp_path)
     assert "sync: " in printed
     assert "async: " in printed
 
