@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import yaml
 
 from lightning_asyncpp.core.cut.partition_choice import choose_partition
 from lightning_asyncpp.models import GPT, GPTConfig
-from research.ablations import extrapolation, lengths, results
+from research.ablations import extrapolation, law, lengths, results
 from research.ablations.embed import embedded
 from research.ablations.recipe import Recipe
 from research.ablations.results import CURVES, RESULTS, write_table
@@ -97,3 +98,18 @@ def test_predictions_are_those_that_were_written_down(capsys: pytest.CaptureFixt
         "AdamW-ahead, pooled: loss ± 0.0061, updates ± 0.03, faster ± 0.03",
         "Muon-ahead, pooled: loss ± 0.0172, updates ± 0.10, faster ± 0.15",
     ]
+
+
+@pytest.mark.slow
+def test_the_law_is_that_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    law.main([str(ROOT / "docs/evidence/law")])
+    number = r"([+-]?\d+\.\d+)"
+    line = rf"(?m)^  (?:a|b|clips_ahead|phi \S+:) {number}, 95 % {number} to {number}$"
+    printed = re.findall(line, capsys.readouterr().out)  # a, b, c and four costs of each optimizer
+    rows = re.findall(r"(?m)^\| (?:AdamW|Muon).*? \| \d\.\d+ \(.*", (ROOT / "docs/research/evidence.md").read_text())
+    shown = [re.findall(rf"{number} \({number} to {number}\)", row) for row in rows]
+    for (a, b, *costs, c), places in zip(shown, range(0, len(printed), 7), strict=True):
+        expected = printed[places : places + 7]
+        for values, exact in zip((a, b, c, *costs), expected, strict=True):
+            for text, value in zip(values, exact, strict=True):
+                assert abs(float(text) - float(value)) <= 0.51 * 10 ** -len(text.partition(".")[2])
