@@ -115,10 +115,10 @@ def describe(data: pd.DataFrame, at: Sequence[float] = AT) -> list[str]:
     lines = [f"{data.row.nunique()} rows, {len(data)} losses, error {law.error:.4f}"]
     lines.append(f"error with the mean over the stages: {fit(data, phi='mean').error:.4f}")
     lines += [f"{name} {law[name]:.3f}{_interval(fits[name])}" for name in ("a", "b", CLIPPING)]
-    for phi, low, high in zip(at, *costs(fits, np.array(at))):
-        lines.append(f"phi {phi:g}: {law.a * phi**law.b:+.4f}, 95 % {low:+.4f} to {high:+.4f}")
-        clipped = fits.a * phi**fits.b + fits[CLIPPING]
-        lines.append(f"... with clipping: {law.a * phi**law.b + law[CLIPPING]:+.4f}{_interval(clipped)}")
+    for phi in at:
+        cost, drawn = law.a * phi**law.b, fits.a * phi**fits.b
+        lines.append(f"phi {phi:g}: {cost:+.4f}{_interval(drawn)}")
+        lines.append(f"... with clipping: {cost + law[CLIPPING]:+.4f}{_interval(drawn + fits[CLIPPING])}")
     return lines + [f"at the same phi, per {name}: {more[name]:+.4f}{_interval(wide[name])}" for name in besides]
 
 

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -39,7 +39,7 @@ class TimeToLoss:
 
     Attributes:
         config: recipe of `asyncpp fit`.
-        ahead: by how many steps the optimizer looks ahead, in place of the recipe's correction; below 0: as the recipe.
+        ahead: by how many steps the optimizer looks ahead, in place of the recipe's correction; None: as the recipe.
         systems: besides sync; the strategies of the other benchmarks, with their arguments alone.
         targets: losses; 0: found among those that all runs reached.
         json: file for the curves.
@@ -48,7 +48,7 @@ class TimeToLoss:
     config: str = str(ROOT / "recipes" / "quickstart.yaml")
     stages: int = 2
     microbatches: int = 4
-    ahead: float = -1.0
+    ahead: float | None = field(default=None, metadata={"type": float})
     systems: tuple[str, ...] = ("async",)
     steps: int = 300
     validate_every: int = 25
@@ -142,7 +142,7 @@ def train(options: TimeToLoss, system: str, seed: int) -> Curve:
         own = Path(name, "own.yaml")
         recipe = yaml.safe_load(Path(options.config).read_text(encoding="utf-8"))
         settings = overrides(options, system, seed, Path(name))
-        if options.ahead >= 0:
+        if options.ahead is not None:
             model = recipe["model"]["init_args"]
             model["optimizer"] = looking_ahead(model["optimizer"], options.ahead)
         settings["trainer"] = {**recipe.get("trainer", {}), **settings["trainer"]}
