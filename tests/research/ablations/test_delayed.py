@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -31,16 +32,22 @@ class Losses(L.Callback):
         self.seen.append(float(outputs["loss"] if isinstance(outputs, dict) else outputs))
 
 
-def train(module: GPTModule, strategy: Any = "auto", updates: int = 5) -> tuple[list[float], dict[str, Tensor]]:
+def train(
+    module: GPTModule, strategy: Any = "auto", updates: int = 5, resumed: Path | None = None, saved: Path | None = None
+) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(3)
-    batches = torch.randint(32, (updates * 9, 9))
+    batches = torch.randint(32, (6 * 9, 9))
     losses = Losses()
     trainer = L.Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, precision="64-true", max_epochs=1, gradient_clip_val=0.3,
+        accelerator="cpu", devices=1, strategy=strategy, precision="64-true", max_steps=updates, gradient_clip_val=0.3,
         callbacks=[losses], logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=9))  # type: ignore[arg-type]
+    first = 0 if resumed is None else torch.load(resumed, weights_only=False)["global_step"]
+    loader = torch.utils.data.DataLoader(batches.roll(-9 * first, 0), batch_size=9)  # type: ignore[arg-type]
+    trainer.fit(module, loader, ckpt_path=resumed)
+    if saved is not None:
+        trainer.save_checkpoint(saved)
     assert module.model is not None
     return losses.seen, {name: p.detach().clone() for name, p in module.model.named_parameters()}
 
@@ -65,6 +72,28 @@ def test_it_trains_like_the_pipeline(pipeline: dict[str, Any], optimizer: str, t
     L.seed_everything(1)
     found, same = train(DelayedGPTModule(pipeline=pipeline, **arguments))
     assert found == pytest.approx(losses, abs=3e-6)  # the loss is computed in fp32
+    for name, weight in weights.items():
+        torch.testing.assert_close(same[name], weight, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["EF", "ahead"])
+@pytest.mark.parametrize("bounds", [{"begin": 2}, {"end": 3}])
+def test_the_delay_begins_and_ends_like_a_resumed_training(
+    bounds: dict[str, int], optimizer: str, tmp_path: Path
+) -> None:
+    pipeline: dict[str, Any] = {"stages": 3, "microbatches": 4}
+    arguments: dict[str, Any] = {"config": MODEL, "optimizer": OPTIMIZERS[optimizer], "decay": "constant"}
+    strategies = [{"delay": 0}, pipeline] if "begin" in bounds else [pipeline, {"delay": 0}]
+    (switch,) = bounds.values()
+    losses: list[float] = []
+    for end, before, after in ((switch, None, tmp_path / "a.ckpt"), (5, tmp_path / "a.ckpt", None)):
+        L.seed_everything(1)
+        strategy = DelayedGradientStrategy(**strategies.pop(0))
+        part, weights = train(GPTModule(**arguments), strategy, end, before, after)
+        losses += part
+    L.seed_everything(1)
+    found, same = train(DelayedGPTModule(pipeline={**pipeline, **bounds}, **arguments))
+    assert found == pytest.approx(losses, abs=3e-6)
     for name, weight in weights.items():
         torch.testing.assert_close(same[name], weight, rtol=0, atol=1e-5)
 
