@@ -17,7 +17,7 @@ from research.ablations.table import Table
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's arguments."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m research.ablations", description=__doc__)
     parser.add_argument("recipe", type=Path, help="such as research/ablations/tied.yaml")
     parser.add_argument(
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _only(table: Table, pattern: str) -> list[Arm]:
-    """The rows that are wanted, and those whose learning rate they use."""
+    """Return the wanted rows, and those whose learning rate they use."""
     wanted = [arm for arm in table.arms.values() if fnmatch.fnmatchcase(arm.row.name, pattern)]
     leaders = {arm.row._replace(correction=UNCORRECTED) for arm in wanted if arm.same_lr}
     return [arm for arm in table.arms.values() if arm in wanted or arm.row in leaders]

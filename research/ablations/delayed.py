@@ -120,7 +120,7 @@ class DelayedGPT:
 
 
 class _At(nn.Module):
-    """The model as the forward of a mini-batch calls it; without parameters of its own."""
+    """Stand-in for the model while a mini-batch runs, without parameters of its own."""
 
     def __init__(self, delayed: DelayedGPT, mini_batch: int) -> None:
         super().__init__()

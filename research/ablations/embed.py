@@ -25,7 +25,7 @@ _TABLE = re.compile(r"(<!-- table: ([^#\n]+)#(\w+) -->\n).*?(<!-- end of table -
 
 
 def embedded(page: Path) -> str:
-    """The text of the page with every table made again; nothing is written."""
+    """Return the text of the page with every table made again; nothing is written."""
     definitions = Definitions()
 
     def table(found: re.Match[str]) -> str:

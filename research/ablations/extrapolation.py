@@ -103,7 +103,7 @@ def _name(row: Row) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print what is predicted."""
+    """Print the predictions."""
     parser = argparse.ArgumentParser(prog="python -m research.ablations.extrapolation")
     parser.add_argument("folder", type=Path, help="with results.csv, of variants such as 600-updates or 0.14M")
     parser.add_argument("--until", type=float, required=True, help="what is looked at: updates or M, at most")

@@ -37,7 +37,7 @@ _DRAWS = 500
 
 
 def shares(row: Row) -> list[float]:
-    """How many updates old the gradient of each stage is, in the mean over its microbatches."""
+    """Return the age of each stage's gradient, in updates, as a mean over its microbatches."""
     settings = {k: yaml.safe_load(v) for k, v in (part.split("=") for part in row.delay.split(" ")[1:])}
     if row.kind != "least":
         settings |= {"delay": int(row.kind), "staleness": "uniform"}
@@ -47,7 +47,7 @@ def shares(row: Row) -> list[float]:
 
 
 def points_of(ablation: Ablation) -> dict[str, pd.DataFrame]:
-    """The losses of each optimizer and correction; those without a delay belong to all corrections of the optimizer."""
+    """Return the losses of each optimizer and correction; those without a delay count for all its corrections."""
     lines: dict[str, list[dict]] = {}
     pairs = [(a, b.correction) for a, b in product(ablation.results, repeat=2) if a.group == b.group]
     for row, correction in dict.fromkeys(pairs):
@@ -67,7 +67,7 @@ def points_of(ablation: Ablation) -> dict[str, pd.DataFrame]:
 
 
 def fit(data: pd.DataFrame, besides: Sequence[str] = (), phi: str = "phi") -> pd.Series:
-    """Least squares: a, b, c, coefficients of further columns, L by seed, and ``error``, that of one loss."""
+    """Fit by least squares: a, b, c, coefficients of further columns, L by seed, and ``error``, that of one loss."""
     besides = [CLIPPING, *besides]
     seeds = pd.get_dummies(data.seed, dtype=float)
     others, loss = np.column_stack([data[besides], seeds]), data.loss.to_numpy()
@@ -83,7 +83,7 @@ def fit(data: pd.DataFrame, besides: Sequence[str] = (), phi: str = "phi") -> pd
 
 
 def bootstrap(data: pd.DataFrame, besides: Sequence[str] = ()) -> pd.DataFrame:
-    """Fits to seeds and rows drawn with replacement, a line each; what has no delay is always among them."""
+    """Fit to seeds and rows drawn with replacement, a line each; rows without a delay are always among them."""
     generator = np.random.default_rng(0)
     fits: list[pd.Series] = []
     while len(fits) < _DRAWS:
@@ -95,21 +95,21 @@ def bootstrap(data: pd.DataFrame, besides: Sequence[str] = ()) -> pd.DataFrame:
 
 
 def _drawn(values: pd.Series, generator: np.random.Generator) -> np.ndarray:
-    """How often each value was drawn, where as many are drawn as there are different ones."""
+    """Return how often each value is drawn, in as many draws as there are different values."""
     codes, names = pd.factorize(values)
     counts = np.bincount(generator.integers(len(names), size=len(names)), minlength=len(names))
     return np.asarray(counts[codes])
 
 
 def costs(fits: pd.DataFrame, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The 2.5 and 97.5 % quantiles of ``a phi^b`` at each share."""
+    """Return the 2.5 and 97.5 % quantiles of ``a phi^b`` at each share."""
     curves = fits.a.to_numpy()[:, None] * at ** fits.b.to_numpy()[:, None]
     low, high = np.quantile(curves, [0.025, 0.975], axis=0)
     return low, high
 
 
 def describe(data: pd.DataFrame, at: Sequence[float] = AT) -> list[str]:
-    """The law of an optimizer, its cost at some shares, and what else matters."""
+    """Describe the law of an optimizer, its cost at some shares, and what else matters."""
     besides = [name for name in BESIDES if data[name].nunique() > 1]
     law, fits, wide, more = fit(data), bootstrap(data), bootstrap(data, besides), fit(data, besides)
     lines = [f"{data.row.nunique()} rows, {len(data)} losses, error {law.error:.4f}"]

@@ -28,25 +28,25 @@ _DIGITS = {"loss": 4, "updates": 2, "faster": 2}
 
 
 def length_of(group: Group) -> int | None:
-    """Updates of a variant that is named after them; None of any other."""
+    """Return the updates of a variant that is named after them, or None."""
     found = re.fullmatch(r"(\d+)-updates", group.variant or "")
     return int(found[1]) if found else None
 
 
 def size_of(group: Group) -> float | None:
-    """Millions of parameters of a variant that is named after them, such as ``0.14M``; None of any other."""
+    """Return the millions of parameters of a variant that is named after them, such as ``0.14M``, or None."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)M", group.variant or "")
     return float(found[1]) if found else None
 
 
 def further_updates(ablation: Ablation, row: Row) -> pd.Series | None:
-    """How many more updates, as a share, a row needs than training without delay to the loss that it ends at, by seed.
+    """Return, by seed, the share of updates that a row needs beyond a training without delay to its final loss.
 
     The losses at the ends of all trainings without delay, of the same seed, are joined by straight lines against the
     logarithm of their length, and prolonged beyond the shortest and the longest.
 
     Returns:
-        None where there are not at least two lengths without delay, or that loss is none that they come to.
+        None with fewer than two lengths without delay, or if their losses do not fall.
     """
     length = length_of(row.group)
     if length is None:
@@ -60,7 +60,7 @@ def further_updates(ablation: Ablation, row: Row) -> pd.Series | None:
 
 
 def updates_to(points: Sequence[tuple[int, float]], loss: float) -> float | None:
-    """Length at which a curve of losses at the ends of trainings, (updates, loss), the shortest first, has a loss.
+    """Return the length at which a curve of final losses, (updates, loss), the shortest first, reaches a loss.
 
     Returns:
         None with fewer than two points, or where the loss does not fall.
@@ -70,7 +70,7 @@ def updates_to(points: Sequence[tuple[int, float]], loss: float) -> float | None
 
 
 def _place(points: Sequence[tuple[float, float]], loss: float) -> float | None:
-    """Place at which straight lines between (place, loss), the last one prolonged, have a loss; None as above."""
+    """Return where straight lines between (place, loss), the last one prolonged, reach a loss; None as above."""
     pairs = list(itertools.pairwise(points))
     if not pairs:
         return None
@@ -81,7 +81,7 @@ def _place(points: Sequence[tuple[float, float]], loss: float) -> float | None:
 
 
 def _without_delay(ablation: Ablation, row: Row, seed: int) -> list[tuple[int, float]]:
-    """(Updates, loss) of the trainings of a seed without delay, the shortest first."""
+    """Return (updates, loss) of a seed's trainings without delay, the shortest first."""
     points = []
     for group in ablation.groups:
         length, sync = length_of(group), ablation.sync(group)
@@ -92,10 +92,10 @@ def _without_delay(ablation: Ablation, row: Row, seed: int) -> list[tuple[int, f
 
 
 def updates_over(other: Result, own: Result, curves: pd.DataFrame) -> pd.Series:
-    """Updates of a row's trainings over those after which another row's have the loss that they end at, by seed.
+    """Return, by seed, a row's updates over those after which another row has the same loss.
 
-    That is read from the curve of the other one's training, of the same seed, with straight lines between its
-    validations, the last of which is prolonged.
+    The latter are read from the curve of the other row's training, with straight lines between its validations, the
+    last of which is prolonged.
     """
     cells, found = _cells(other), {}
     for seed, cell in _cells(own).items():
@@ -108,7 +108,7 @@ def updates_over(other: Result, own: Result, curves: pd.DataFrame) -> pd.Series:
 
 
 def _cells(result: Result) -> dict[int, str]:
-    """Cells by seed."""
+    """Return the names of a row's trainings by seed."""
     return dict(zip(result.losses.dropna().index, result.cells, strict=True))
 
 

@@ -51,6 +51,7 @@ def write_plots(folder: Path, ablation: Ablation, curves: pd.DataFrame) -> list[
         "lr_gap": lambda: draw_against("learning rate of both", gaps_by_learning_rate(ablation)),
         "momentum": lambda: draw_against("momentum", gaps_by(ablation, lambda row: row.momentum, momentum=None)),
         "length": lambda: draw_against("updates", gaps_by(ablation, lambda row: length_of(row.group), variant=None)),
+        "growth": lambda: draw_against("update", gaps_by_update(ablation, validation)),
         "law": lambda: draw_law(ablation),
         "sides": lambda: draw_sides(ablation),
     }  # fmt: skip
@@ -68,7 +69,7 @@ def write_plots(folder: Path, ablation: Ablation, curves: pd.DataFrame) -> list[
 
 
 def label_of(row: Row) -> str:
-    """Name of a row's line: sync, async, async + EF, least (microbatches=8, stages=4) + EF, ..."""
+    """Return the name of a row's line: sync, async, async + EF, least (microbatches=8, stages=4) + EF, ..."""
     if row.setting == NO_DELAY:
         return "sync"
     kind = "async" if row.kind == "1" else row.kind
@@ -77,7 +78,7 @@ def label_of(row: Row) -> str:
 
 
 def looks_of(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Colour, marker and kind of line of each label, all different."""
+    """Return colour, marker and kind of line of each label, all different."""
     others = [label for label in dict.fromkeys(["async", *labels]) if label != "sync"]
     looks: dict[str, dict[str, Any]] = {"sync": {"color": _SYNC, "marker": "o"}}
     for place, label in enumerate(others):
@@ -88,13 +89,13 @@ def looks_of(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def lines_of(ablation: Ablation, group: Group) -> dict[str, Result]:
-    """Without delay, and at a delay of one update without and with each correction."""
+    """Return the rows without delay, and at a delay of one update without and with each correction."""
     delayed = [ablation.delayed(group, correction) for correction in (UNCORRECTED, *ablation.corrections)]
     return {label_of(one.row): one for one in [ablation.sync(group), *delayed] if one is not None}
 
 
 def gaps_by_learning_rate(ablation: Ablation) -> Points:
-    """Gap at equal learning rate on the search seed: what the delay costs who keeps the learning rate that they had."""
+    """Return the gaps at equal learning rates on the search seed: the cost of the delay for who keeps the old rate."""
     found: Points = {}
     for group in ablation.groups:
         lines = lines_of(ablation, group)
@@ -108,7 +109,7 @@ def gaps_by_learning_rate(ablation: Ablation) -> Points:
 
 
 def gaps_by(ablation: Ablation, place: Callable[[Row], float | None], **without: Any) -> Points:
-    """Gap to the run without delay against something that rows differ in; ``without``: the column that it is in."""
+    """Return the gaps to the run without delay against something rows differ in; ``without``: its column."""
     found: Points = {}
     for row in ablation.results:
         at, gap, other = place(row), ablation.gap(row), row._replace(**without)
@@ -118,8 +119,20 @@ def gaps_by(ablation: Ablation, place: Callable[[Row], float | None], **without:
     return found
 
 
+def gaps_by_update(ablation: Ablation, curves: pd.DataFrame) -> Points:
+    """Return the gaps to the run without delay at every validation, where a delay begins within a training."""
+    found: Points = {}
+    for row in sorted(ablation.results, key=ablation.order):
+        sync = ablation.sync(row.group)
+        others = [one.delay for one in ablation.results if one.group == row.group]
+        if row.setting != NO_DELAY and sync is not None and any("begin=" in other for other in others):
+            gap = (_by_update(ablation.results[row], curves) - _by_update(sync, curves)).dropna(how="all")
+            found.setdefault(row.group.label, {})[label_of(row)] = [(step, gap.loc[step]) for step in gap.index]
+    return found
+
+
 def draw_gaps(ablation: Ablation) -> Figure | None:
-    """Gap to the run without delay of every delayed row, with its 95 % interval: a panel per optimizer."""
+    """Draw the gap to the run without delay of every delayed row, with its 95 % interval: a panel per optimizer."""
     rows = [row for row in ablation.results if row.setting != NO_DELAY and ablation.gap(row) is not None]
     labels = list(dict.fromkeys(map(label_of, sorted(rows, key=lambda row: ablation.order(row)[1:]))))
     groups = [group for group in ablation.groups if any(row.group == group for row in rows)]
@@ -144,7 +157,7 @@ def draw_gaps(ablation: Ablation) -> Figure | None:
 
 
 def draw_curves(ablation: Ablation, curves: pd.DataFrame) -> Figure | None:
-    """Validation loss against step at each row's learning rate: mean over seeds, band from minimum to maximum."""
+    """Draw validation loss against step at each row's learning rate: mean over seeds, band from minimum to maximum."""
     shown = {group: lines_of(ablation, group) for group in ablation.groups}
     if curves.empty:
         return None
@@ -170,7 +183,7 @@ def draw_curves(ablation: Ablation, curves: pd.DataFrame) -> Figure | None:
 
 
 def draw_search(ablation: Ablation) -> Figure | None:
-    """Loss of every learning rate on the search seed, the chosen one ringed, diverged ones as crosses at the top."""
+    """Draw the loss of every learning rate on the search seed, the chosen one ringed, diverged ones as crosses."""
     shown = {group: lines_of(ablation, group) for group in ablation.groups}
     shown = {group: lines for group, lines in shown.items() if any(one.searched for one in lines.values())}
     chosen = [one.search[one.lr] for lines in shown.values() for one in lines.values() if one.lr is not None]
@@ -199,7 +212,7 @@ def draw_search(ablation: Ablation) -> Figure | None:
 
 
 def draw_against(what: str, points: Points) -> Figure | None:
-    """Gaps against something, evenly spaced, with their 95 % intervals.
+    """Draw gaps against something, evenly spaced, with their 95 % intervals.
 
     Returns:
         None unless some line has two points.
@@ -223,9 +236,9 @@ def draw_against(what: str, points: Points) -> Figure | None:
 
 
 def draw_law(ablation: Ablation) -> Figure | None:
-    """The cost of old gradients against their share, and what it was in the mean over the seeds, by number of stages.
+    """Draw the cost of old gradients against their share: the law, and means over the seeds by number of stages.
 
-    What clipping before the whole norm is known costs is taken away.
+    The cost of clipping before the whole norm is known is subtracted.
 
     Returns:
         None unless the least staleness was run with several numbers of stages.
@@ -248,7 +261,7 @@ def draw_law(ablation: Ablation) -> Figure | None:
 
 
 def draw_sides(ablation: Ablation) -> Figure | None:
-    """Each optimizer alone, corrected and looking ahead, by delay: above its best run without one, and above its own.
+    """Draw each optimizer alone, corrected and looking ahead, by delay: above its best run without, and above its own.
 
     Returns:
         None if nothing looks ahead, or under one delay only.
@@ -276,8 +289,14 @@ def draw_sides(ablation: Ablation) -> Figure | None:
     return _with_legend(figure, panels)
 
 
+def _by_update(result: Result, curves: pd.DataFrame) -> pd.DataFrame:
+    """Return the validation losses of a row's trainings: a line per update, a column per seed."""
+    chosen = curves[curves.cell.isin(result.cells)].pivot(index="step", columns="cell", values="value")
+    return chosen.rename(columns=dict(zip(result.cells, result.losses.dropna().index, strict=True)))
+
+
 def _stages_of_least(ablation: Ablation) -> int:
-    """With how many numbers of stages the least staleness was run."""
+    """Return how many numbers of stages the least staleness was run with."""
     return len({row.stages for row in ablation.results if row.kind == "least"})
 
 
@@ -297,7 +316,7 @@ def _panels(
 
 
 def _with_legend(figure: Figure, panels: Sequence[Axes]) -> Figure:
-    """One legend above all panels."""
+    """Put one legend above all panels."""
     handles = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels())}
     columns = max(1, round(figure.get_figwidth() / 2.2))
     figure.set_figheight(figure.get_figheight() + 0.22 * math.ceil(len(handles) / columns))

@@ -40,7 +40,7 @@ class Arm:
 
     @property
     def lrs(self) -> list[float]:
-        """Learning rates to try."""
+        """Return the learning rates to try."""
         return [float(lr) for lr in self.optimizer["lr"]]
 
     @property
@@ -49,7 +49,7 @@ class Arm:
         return self.correction is not None and self.correction.get("lr") == "same"
 
     def optimizer_config(self, lr: float) -> Config:
-        """Class and arguments of the optimizer, in its correction if there is one."""
+        """Return class and arguments of the optimizer, within its correction if there is one."""
         arguments = copy.deepcopy(dict(self.optimizer.get("init_args", {})))
         places = self.optimizer.get("lr_argument", "lr")
         for place in [places] if isinstance(places, str) else places:
@@ -88,12 +88,12 @@ class Recipe:
         return cls(folder=path.parent, **yaml.safe_load(path.read_text(encoding="utf-8")))
 
     def base(self) -> Config:
-        """The recipe of ``asyncpp fit`` that every training varies."""
+        """Return the recipe of ``asyncpp fit`` that every training varies."""
         base: Config = yaml.safe_load((self.folder / self.recipe).read_text(encoding="utf-8"))
         return base
 
     def arms(self) -> Iterator[Arm]:
-        """All rows; at delay 0, where there is nothing to correct, the optimizer runs alone."""
+        """Yield all rows; at delay 0, where there is nothing to correct, the optimizer runs alone."""
         for name, optimizer in self.optimizers.items():
             for momentum in optimizer.get("momentum", {"values": [None]})["values"]:
                 for variant in self.variants or [None]:
@@ -107,7 +107,7 @@ class Recipe:
                             yield Arm(row, optimizer, corrections.get(correction), arguments, places)
 
     def config(self, arm: Arm, lr: float, seed: int) -> Config:
-        """All that decides the result of a training, as a recipe of ``asyncpp fit``."""
+        """Return all that decides the result of a training, as a recipe of ``asyncpp fit``."""
         config = self.base()
         if self.delay_argument is not None:
             set_at(config, self.delay_argument, dict(arm.delay))
@@ -126,7 +126,7 @@ class Recipe:
         return config
 
     def cell_name(self, arm: Arm, key: Key) -> str:
-        """Name of a training's folder: readable, with a hash of everything that decides the result."""
+        """Return the name of a training's folder: readable, with a hash of everything that decides the result."""
         content = [self.config(arm, key.lr, key.seed), self.metric, self.diverged_above]
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]
         return f"{key.row.name}_lr{key.lr:g}_seed{key.seed}_{digest}"
@@ -145,7 +145,7 @@ class Recipe:
 
 
 def setting_of(arguments: Mapping[str, Any]) -> Setting:
-    """Delay and stages as in the tables: ``("least microbatches=8", 4)`` of ``{stages: 4, microbatches: 8}``."""
+    """Return delay and stages as in the tables: ``("least microbatches=8", 4)`` of ``{stages: 4, microbatches: 8}``."""
     stages = arguments.get("stages")
     uniform = stages is None or arguments.get("staleness") == "uniform"
     kind = str(arguments.get("delay", 1)) if uniform else "least"

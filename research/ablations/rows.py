@@ -11,7 +11,7 @@ Setting = tuple[str, "int | None"]
 
 
 class Group(NamedTuple):
-    """What is compared within itself: an optimizer, at one momentum where that is varied, in one variant."""
+    """Rows that are compared with each other: an optimizer, at one momentum where that is varied, in one variant."""
 
     optimizer: str
     momentum: float | None
@@ -86,13 +86,13 @@ class Run(NamedTuple):
 
 
 def natural(text: str) -> list[tuple[bool, int, str]]:
-    """Sort key of texts in which numbers count as such, and come before words."""
+    """Return a sort key by which numbers in a text count as numbers, and before words."""
     parts = [part for part in re.split(r"(\d+)", text) if part]
     return [(False, int(part), "") if part.isdecimal() else (True, 0, part) for part in parts]
 
 
 def with_setting(name: str, setting: Setting) -> str:
-    """A name, and in brackets what the setting says besides its kind: ``"async (microbatches=4, stages=4)"``."""
+    """Return a name, and in brackets what the setting says besides its kind: ``"async (microbatches=4, stages=4)"``."""
     delay, stages = setting
     settings = [*delay.split(" ")[1:], *([] if stages is None else [f"stages={stages}"])]
     return f"{name} ({', '.join(settings)})" if settings else name

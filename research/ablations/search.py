@@ -12,7 +12,7 @@ from research.ablations.rows import UNCORRECTED, Key, Row
 
 @dataclass
 class Plan:
-    """What is to be done.
+    """Trainings to run.
 
     Attributes:
         needed: all trainings that are known to be needed, in order: the first seed of every row before the second of
@@ -33,7 +33,7 @@ class Plan:
 
 
 def make_plan(arms: Iterable[Arm], seeds: Sequence[int], extensions: int, losses: Mapping[Key, float]) -> Plan:
-    """Find what the arms need.
+    """Find the trainings that the arms need.
 
     Args:
         arms: with every one whose learning rate another one uses.
@@ -62,7 +62,7 @@ def make_plan(arms: Iterable[Arm], seeds: Sequence[int], extensions: int, losses
 
 
 def learning_rates(lrs: Iterable[float], extensions: int, known: Mapping[float, float]) -> list[float]:
-    """Learning rates to try: the list, and beyond its edges as long as the best one is at an edge.
+    """Return the learning rates to try: the list, and beyond its edges as long as the best one is at an edge.
 
     Args:
         lrs: the list.
@@ -87,6 +87,6 @@ def learning_rates(lrs: Iterable[float], extensions: int, known: Mapping[float, 
 
 
 def best_lr(losses: Mapping[float, float]) -> float | None:
-    """The learning rate of the lowest loss, the lower one of equals; None if all diverged."""
+    """Return the learning rate of the lowest loss, the lower one of equals; None if all diverged."""
     finished = [(loss, lr) for lr, loss in losses.items() if not math.isnan(loss)]
     return min(finished)[1] if finished else None

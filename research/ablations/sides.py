@@ -37,7 +37,7 @@ class Family(NamedTuple):
 
 
 def delays_of(ablation: Ablation) -> list[Setting]:
-    """All delays in order; none if nothing looks ahead, or if there are too many for a table."""
+    """Return all delays in order; none if nothing looks ahead, or if there are too many for a table."""
     settings = {row.setting for row in ablation.results} - {NO_DELAY}
     if not any(group.optimizer.endswith(_AHEAD) for group in ablation.groups) or len(settings) > _MOST_DELAYS:
         return []

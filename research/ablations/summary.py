@@ -26,7 +26,7 @@ NO_DELAY: Setting = ("0", None)
 
 @dataclass(frozen=True)
 class Result:
-    """What a row came to.
+    """Losses of a row, and its search of the learning rate.
 
     Attributes:
         row: which.
@@ -100,7 +100,7 @@ class Ablation:
 
     @cached_property
     def one_update(self) -> Setting:
-        """The delay of one update: without further settings, or the only one there is."""
+        """Return the delay of one update: without further settings, or the only one there is."""
         settings = {row.setting for row in self.results if row.kind == "1"}
         return settings.pop() if len(settings) == 1 else ("1", None)
 
@@ -118,7 +118,7 @@ class Ablation:
         return self.results.get(Row(*group, *self.one_update, correction))
 
     def uncorrected_row(self, row: Row) -> Row:
-        """The delayed row whose gap this one takes something back of; itself if it is not corrected.
+        """Return the delayed row part of whose gap this one takes back; itself if it is not corrected.
 
         For the least staleness, corrected or not, that is the delay of one update.
         """
@@ -133,13 +133,13 @@ class Ablation:
 
 
 def difference(worse: Result, better: Result) -> pd.Series:
-    """Loss of ``worse`` less that of ``better``, paired by seed over the seeds that both have."""
+    """Return the loss of ``worse`` less that of ``better``, paired by seed over the seeds that both have."""
     shared = worse.losses.index.intersection(better.losses.index)
     return (worse.losses[shared] - better.losses[shared]).sort_index()
 
 
 def half_width(values: pd.Series) -> float | None:
-    """Half of the 95 % interval of the mean, by Student's t; None with fewer than two values."""
+    """Return half of the 95 % interval of the mean, by Student's t; None with fewer than two values."""
     count = int(values.count())
     if count < 2:
         return None
@@ -147,7 +147,7 @@ def half_width(values: pd.Series) -> float | None:
 
 
 def common_half_width(rows: Sequence[pd.Series]) -> float | None:
-    """Half of the 95 % interval of the difference of two rows' mean losses over the same seeds.
+    """Return half of the 95 % interval of the difference of two rows' mean losses over the same seeds.
 
     A loss is taken as a row's mean, plus what its seed adds to every row, plus an error; all errors have one variance,
     that of a randomised block design. Rows that lack a seed do not count.
@@ -165,7 +165,7 @@ def common_half_width(rows: Sequence[pd.Series]) -> float | None:
 
 
 def pooled_half_width(many: Sequence[pd.Series], count: int) -> float | None:
-    """Half of the 95 % interval of a mean of ``count`` values, if all series are independent and have one variance.
+    """Return half of the 95 % interval of a mean of ``count`` values, for independent series of one variance.
 
     Returns:
         None if no series has two values.
@@ -179,12 +179,12 @@ def pooled_half_width(many: Sequence[pd.Series], count: int) -> float | None:
 
 
 def _half(freedom: int, error: float) -> float:
-    """Half of a 95 % interval from the standard error of a mean and its degrees of freedom."""
+    """Return half of a 95 % interval from the standard error of a mean and its degrees of freedom."""
     return _STUDENT_T[min(freedom, len(_STUDENT_T)) - 1] * float(error)
 
 
 def no_share(gap: pd.Series, gain: float = 0.0) -> str | None:
-    """Why a share of a gap would mean nothing; None if it means something.
+    """Return why a share of a gap would mean nothing; None if it means something.
 
     A gap whose 95 % interval contains 0, or whose sign differs between seeds, is within noise. With one seed there is
     no interval to judge by.
@@ -203,7 +203,7 @@ def no_share(gap: pd.Series, gain: float = 0.0) -> str | None:
 
 
 def share_recovered(sync: Result, delayed: Result, corrected: Result) -> pd.Series | str:
-    """Share (delayed - corrected) / (delayed - sync) of each seed that all three have, or why there is none."""
+    """Return the share (delayed - corrected) / (delayed - sync) of each seed with all three, or why there is none."""
     gap, gain = difference(delayed, sync), difference(delayed, corrected)
     both = pd.concat({"gap": gap, "gain": gain}, axis=1, join="inner")
     if both.dropna().empty:

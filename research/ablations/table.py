@@ -42,7 +42,7 @@ class Table:
             self._curves.append(read_curves(recipe.folder / place))
 
     def plan(self, arms: Sequence[Arm]) -> tuple[Plan, list[Key]]:
-        """What the arms need, and what of it has not been run."""
+        """Return the trainings that the arms need, and those of them that have not been run."""
         while True:
             losses = {key: run.loss for key, run in self.runs.items()}
             plan = make_plan(arms, self.recipe.seeds, self.recipe.lr_extensions, losses)
@@ -51,7 +51,7 @@ class Table:
                 return plan, missing
 
     def cell(self, key: Key) -> Path:
-        """The folder of a training; two rows that train the same differ in its name, but not after its last ``_``."""
+        """Return a training's folder; rows that train the same differ in its name, but not after the last ``_``."""
         return self.cells / self.recipe.cell_name(self.arms[key.row], key)
 
     def take(self, key: Key) -> Run | None:

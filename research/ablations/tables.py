@@ -91,7 +91,7 @@ class Cells:
 
 
 def decimals(ablation: Ablation) -> int:
-    """Enough for two digits of the smallest loss and of the smallest gap that is one; at least 3, at most 8."""
+    """Return the decimals that show two digits of the smallest loss and of the smallest gap; at least 3, at most 8."""
     smallest = []
     for row, result in ablation.results.items():
         loss, gap = abs(result.losses.mean()), ablation.gap(row)
@@ -104,13 +104,13 @@ def decimals(ablation: Ablation) -> int:
 
 
 def per_cent(share: pd.Series, sign: str = "") -> str:
-    """Mean and half of its interval as whole per cents."""
+    """Return the mean and half of its interval as whole per cents."""
     half = half_width(share)
     return f"{round(100 * share.mean()):{sign}}{'' if half is None else f' ± {round(100 * half)}'} %"
 
 
 def _fewer(values: pd.Series, total: int) -> str:
-    """How many seeds have a value, where that is not all of ``total``."""
+    """Return how many seeds have a value, if fewer than ``total``."""
     count, lost = int(values.count()), int(values.isna().sum())
     if lost:
         return f", {lost} of {count + lost} diverged"
@@ -118,7 +118,7 @@ def _fewer(values: pd.Series, total: int) -> str:
 
 
 def page(ablation: Ablation, plots: Sequence[str]) -> str:
-    """The whole report: a heading, every table that has rows, and the plots, whose files lie beside it."""
+    """Return the whole report: a heading, every table that has rows, and the plots, whose files lie beside it."""
     definitions = Definitions()
     tables = {kind: text for kind in TABLES if (text := TABLES[kind](ablation))}
     parts = [f"# Ablation: {_escape(ablation.name)}"]
@@ -129,7 +129,7 @@ def page(ablation: Ablation, plots: Sequence[str]) -> str:
 
 
 def main_table(ablation: Ablation) -> str:
-    """Loss without delay, with a delay of one update, and with each correction, without empty columns."""
+    """Return a table of the loss without delay, with one of one update, and with each correction."""
     compared = (NO_DELAY, ablation.one_update)
     shown = [g for g in ablation.groups if any(r.group == g and r.setting in compared for r in ablation.results)]
     if not shown:
@@ -212,7 +212,7 @@ def _equal_lines(cells: Cells, corrected: Result) -> Iterator[tuple[float, list[
 
 
 def delay_table(ablation: Ablation) -> str:
-    """Loss and gap under every other delay, the delay of one update above them; empty if there is no other."""
+    """Return a table of loss and gap under every other delay, the delay of one update first; empty without others."""
     other = [row for row in ablation.results if row.setting not in (NO_DELAY, ablation.one_update)]
     if not other:
         return ""
@@ -232,7 +232,7 @@ def delay_table(ablation: Ablation) -> str:
 
 
 def sides_table(ablation: Ablation) -> str:
-    """Every row's distance to the best run without delay of its family; empty where nothing looks ahead."""
+    """Return a table of each row's distance to its family's best run without delay; empty where nothing looks ahead."""
     settings = delays_of(ablation)
     lines = [line for family in families(ablation) for line in _family_lines(family, settings)]
     if not settings or not lines:
@@ -257,7 +257,7 @@ def _family_lines(family: Family, settings: Sequence[Setting]) -> Iterator[list[
 
 
 def search_table(ablation: Ablation) -> str:
-    """Loss of every learning rate on the search seed, a table per optimizer, the chosen one in bold."""
+    """Return a table per optimizer of the loss of every learning rate on the search seed, the chosen one in bold."""
     parts, cells = [], Cells(ablation)
     for optimizer in dict.fromkeys(group.optimizer for group in ablation.groups):
         rows = sorted((row for row in ablation.results if row.optimizer == optimizer), key=ablation.order)
@@ -318,7 +318,7 @@ _DEFINITIONS = {
 
 
 class Definitions:
-    """What the columns mean, below the first table of a page that has them."""
+    """Definitions of the columns, below the first table of a page that has them."""
 
     def __init__(self) -> None:
         self._given: set[str] = set()
@@ -333,7 +333,7 @@ class Definitions:
 
 
 def counts(ablation: Ablation) -> str:
-    """How many runs, seeds and steps, and how long a run took."""
+    """Return a line with the numbers of runs, seeds and steps, and the length of a run."""
     runs = ablation.runs
     steps = sorted({run.steps for run in runs if not math.isnan(run.loss)})
     how_long = f"{'-'.join(map(str, dict.fromkeys((steps[0], steps[-1]))))} steps" if steps else "none finished"
@@ -369,7 +369,7 @@ def _corrections_of_one_update(ablation: Ablation) -> list[str]:
 
 
 def _with_notes(table: str, *notes: str) -> str:
-    """A table, and below it what the signs mean that it uses, and further notes."""
+    """Return a table, and below it the meaning of its signs, and further notes."""
     marks = [text for mark, text in _NOTES.items() if re.search(rf" {mark}[ )]", table)]
     return "\n\n".join([table, " ".join([*marks, *notes])]).rstrip()
 

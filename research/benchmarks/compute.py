@@ -41,7 +41,7 @@ class Compute(Run):
     pinned = True
 
     def prepared(self) -> Compute:
-        """With a chain of the right length, the mean over all processes, which calibrate as they compute: at once."""
+        """Return the run with a calibrated chain: the mean over all processes, which calibrate at the same time."""
         if self.blocks:
             return self
         dist.barrier()
@@ -51,7 +51,7 @@ class Compute(Run):
         return replace(self, blocks=2 * max(1, round(self.target_ms / 2e3 / (float(seconds) / self.stages))))
 
     def make_chunk(self, meter: Meter, stage: int, index: int, count: int, splits_backward: bool = False) -> nn.Module:
-        """A part of the chain."""
+        """Make a part of the chain."""
         torch.manual_seed(index)
         return ComputingLayer(self.blocks * self.stages // count, self.width, stage, meter)
 

@@ -36,7 +36,7 @@ class Draw:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Draw."""
+    """Draw the timelines that the command line asks for."""
     draw = parse_options(Draw, "draw", argv)
     panels = []
     no_flush = f"no flush, staleness {draw.staleness}"

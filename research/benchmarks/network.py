@@ -53,29 +53,29 @@ class Network(Run):
     rows: int = 4
 
     def make_model(self, meter: Meter) -> nn.Module:
-        """The same weights in every process."""
+        """Make the model, with the same weights in every process."""
         torch.manual_seed(0)
         return GPT(GPTConfig(_VOCABULARY, self.context, self.layers, self.dim, num_heads=self.dim // 64))
 
     def make_chunk(self, meter: Meter, stage: int, index: int, count: int, splits_backward: bool = False) -> nn.Module:
-        """The layers that our strategies put there."""
+        """Make a chunk of the layers that our strategies put on its stage."""
         model = self.make_model(meter)
         layers: Any = model.pipeline_layers()  # type: ignore[operator]
         ends = [0, *itertools.accumulate(choose_partition(model, 0, count, "auto").counts)]
         return nn.Sequential(*layers[ends[index] : ends[index + 1]])
 
     def boundary(self, index: int, count: int) -> Tensor:
-        """Tokens, the residual stream, or logits."""
+        """Return an example of tokens, the residual stream, or logits."""
         if index == 0:
             return torch.zeros(self.rows, self.context, dtype=torch.int64)
         return torch.zeros(self.rows, self.context, self.dim if index < count else _VOCABULARY)
 
     def make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        """AdamW."""
+        """Make an AdamW."""
         return torch.optim.AdamW(module.parameters(), lr=1e-3)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Mean cross-entropy of the next byte."""
+        """Return the mean cross-entropy of the next byte."""
         return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
     def batches(self, replica: int = 0) -> list[Batch]:

@@ -57,7 +57,7 @@ def _free_port() -> int:
 
 
 def _work(rank: int, run: Run, folder: Path, hosts: link.Hosts, port: int) -> None:
-    """Be a rank."""
+    """Run all systems as one rank."""
     host, local_rank = divmod(rank, run.processes // run.hosts)
     places = {"RANK": rank, "LOCAL_RANK": local_rank, "NODE_RANK": host, "WORLD_SIZE": run.processes}
     os.environ.update({name: str(value) for name, value in places.items()}, **hosts.environment)

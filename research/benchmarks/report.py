@@ -1,4 +1,4 @@
-"""From what the processes measured to a table: medians with the range over repeats, gains paired within a repeat."""
+"""Tables of the measurements: medians with the range over repeats, gains paired within a repeat."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of measured values."""
+        """Make one from measured values."""
         return cls(statistics.median(values), min(values), max(values))
 
     def text(self, digits: int) -> str:
-        """For a table."""
+        """Return its text for a table."""
         return f"{self.median:.{digits}f} [{self.low:.{digits}f}-{self.high:.{digits}f}]"
 
     def percent(self) -> str:
-        """For a table, of a difference."""
+        """Return the text of a difference in per cent for a table."""
         return f"{self.median:+.1%} [{self.low:+.1%} to {self.high:+.1%}]"
 
 
 @dataclass
 class Figures:
-    """What was measured of a system, one number per repeat.
+    """Measurements of a system, one number per repeat.
 
     Attributes:
         milliseconds: per mini-batch in the steady state, without warm-up and the last mini-batch; of the slowest rank.
@@ -57,7 +57,7 @@ class Figures:
 
     @classmethod
     def of(cls, run: Run, repeats: Sequence[Sequence[RankRun]]) -> Figures:
-        """Of all repeats of a system."""
+        """Make one from all repeats of a system."""
         first, last = run.warm_up - 1, run.warm_up - 1 + run.mini_batches
         figures = cls([], [], [], [])
         for ranks in repeats:
@@ -74,7 +74,7 @@ class Figures:
 
 
 def print_comparison(run: Run, measured: dict[str, list[list[RankRun]]]) -> None:
-    """The table, and the figures of every repeat in a file where one is given."""
+    """Print the table, and write the figures of every repeat into a file if one is given."""
     figures = {system: Figures.of(run, repeats) for system, repeats in measured.items()}
     titles = ["system", "ms per mini-batch", "utilisation", "gain over 1F1B", "over sync", "of the floor",
               "time over async", "processor ms per microbatch", "loss"]  # fmt: skip
@@ -107,20 +107,20 @@ def _row(system: str, figures: dict[str, Figures]) -> list[str]:
 
 
 def _ratios(figures: dict[str, Figures], base: str, system: str) -> list[float]:
-    """Time of ``base`` over a system's, of each repeat; none if ``base`` did not run."""
+    """Return the time of ``base`` over a system's, of each repeat; none if ``base`` did not run."""
     if base not in figures:
         return []
     return [b / own for b, own in zip(figures[base].milliseconds, figures[system].milliseconds, strict=True)]
 
 
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """As Markdown, without the columns in which nothing stands."""
+    """Print a Markdown table without its empty columns."""
     shown = [column for column in range(len(titles)) if any(row[column] for row in rows)]
     for row in (titles, ["---"] * len(titles), *rows):
         print("| " + " | ".join(row[column] for column in shown) + " |")
 
 
 def describe_machine() -> str:
-    """What the figures depend on."""
+    """Return the versions and hardware that the figures depend on."""
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, lightning {L.__version__}"
     return f"{os.cpu_count()} cores, {platform.platform()}, {versions}"

@@ -1,4 +1,4 @@
-"""What a benchmark of pipelines runs: the same model, batches and optimizer for every system and process."""
+"""Run of a benchmark: the same model, batches and optimizer for every system and process."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ class Run:
         return self.warm_up + self.mini_batches + LAST_BATCHES
 
     def order(self, repeat: int) -> tuple[str, ...]:
-        """The systems as a repeat runs them: what else the machine does meets all of them alike."""
+        """Return the systems in the order of a repeat, so that other load on the machine hits all of them alike."""
         first = repeat * len(self.systems) // self.repeats
         return self.systems[first:] + self.systems[:first]
 
     def prepared(self) -> Run:
-        """The same after what has to be measured before; a collective call."""
+        """Return the run after calibration, which is a collective call."""
         return self
 
     def make_chunk(self, meter: Meter, stage: int, index: int, count: int, splits_backward: bool = False) -> nn.Module:
@@ -84,7 +84,7 @@ class Run:
         raise NotImplementedError
 
     def make_model(self, meter: Meter) -> nn.Module:
-        """The whole model, for our strategies, which cut it."""
+        """Make the whole model, which our strategies cut."""
         return nn.Sequential(*(self.make_chunk(meter, stage, stage, self.stages) for stage in range(self.stages)))
 
     def boundary(self, index: int, count: int) -> Tensor:
@@ -109,7 +109,7 @@ class Run:
         return [distinct[index % 4] for index in range(self.total_batches)]
 
     def loader(self, replica: int) -> DataLoader[Any]:
-        """What our strategies get from the user; here batches that are there already, as torch's schedules get."""
+        """Return the loader for our strategies; here of ready batches, as torch's schedules get."""
         return DataLoader(self.batches(replica), batch_size=None)  # type: ignore[arg-type]
 
 
@@ -126,7 +126,7 @@ class Clock:
     processor: list[float] = field(default_factory=list)
 
     def mark(self) -> None:
-        """A mini-batch ends."""
+        """Record the end of a mini-batch."""
         self.marks.append(time.perf_counter())
         self.processor.append(time.process_time())
 

@@ -1,4 +1,4 @@
-"""What the stages of a benchmark do: layers that sleep, or multiply matrices, and record when.
+"""Stages of a benchmark: layers that sleep, or multiply matrices, and record when.
 
 torch's zero-bubble schedules run the gradient of the input and that of the weight apart. For them a layer sleeps in two
 places of its backward: one part on the way of the gradient to the input, the other on its way to the weight.
@@ -22,7 +22,7 @@ from lightning_asyncpp.core.trace import Span
 
 @dataclass
 class Meter:
-    """What a process's layers did; times are seconds of ``time.perf_counter``.
+    """Record of what a process's layers did; times are seconds of ``time.perf_counter``.
 
     Attributes:
         stage: of the layer that ran.

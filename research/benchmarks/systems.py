@@ -116,7 +116,7 @@ def _run_trainer(run: Run, system: str) -> RankRun:
 
 @contextmanager
 def _recorders(run: Run, system: str) -> Iterator[list[L.Callback]]:
-    """What a user would add to the Trainer for this system."""
+    """Return the callbacks that a user would add to the Trainer for this system."""
     with tempfile.TemporaryDirectory() as folder:
         recorders: list[L.Callback] = [PipelineMonitor()] if system == "async+monitor" else []
         if run.trace or system == "async+trace":
@@ -125,7 +125,7 @@ def _recorders(run: Run, system: str) -> Iterator[list[L.Callback]]:
 
 
 def _machine(run: Run) -> dict[str, Any]:
-    """Arguments of a Trainer or Fabric in processes that are there already."""
+    """Return arguments of a Trainer or Fabric in processes that exist already."""
     environment = LightningEnvironment()
     return {
         "accelerator": "cpu", "devices": run.processes // run.hosts, "num_nodes": run.hosts, "plugins": [environment],
@@ -204,7 +204,7 @@ def _make_stage(run: Run, chunk: nn.Module, index: int, count: int, group: Any) 
 
 
 def chunks_of(system: str, rank: int, processes: int) -> tuple[int, ...]:
-    """Which chunks of the model a process has under one of torch's schedules: one, or two in a loop or in a V."""
+    """Return the chunks that a process has under one of torch's schedules: one, or two in a loop or in a V."""
     if system in _ONE_CHUNK:
         return (rank,)
     return (rank, 2 * processes - 1 - rank) if system == "zbv" else (rank, processes + rank)

@@ -1,4 +1,4 @@
-"""After how many seconds of training the validation loss is what it should be."""
+"""Seconds of training until the validation loss reaches a target."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Reached(NamedTuple):
 
 
 def reach(curve: Curve, target: float) -> Reached | None:
-    """When the loss first was ``target`` or less; None if it never was."""
+    """Return when the loss first was ``target`` or less, or None."""
     if curve[0][2] <= target:
         return Reached(*curve[0][:2])
     for (step, seconds, loss), (next_step, next_seconds, next_loss) in pairwise(curve):
@@ -107,7 +107,7 @@ def reach(curve: Curve, target: float) -> Reached | None:
 
 
 def common_targets(curves: Sequence[Curve], count: int = 4) -> list[float]:
-    """Losses that all runs reached: evenly from after a quarter of the steps to the best of the worst run, rounded."""
+    """Return losses that all runs reached, evenly from a quarter of the steps to the worst run's best, rounded."""
     lowest = max(min(loss for _, _, loss in curve) for curve in curves)
     highest = max(curve[len(curve) // 4][2] for curve in curves)
     spread = [highest + (lowest - highest) * index / (count - 1) for index in range(count)]
@@ -115,7 +115,7 @@ def common_targets(curves: Sequence[Curve], count: int = 4) -> list[float]:
 
 
 def overrides(options: TimeToLoss, system: str, seed: int, folder: Path) -> dict[str, Any]:
-    """What a training sets besides the recipe: the same for all systems but for the strategy."""
+    """Return what a training overrides in the recipe: the same for all systems but for the strategy."""
     if system not in STRATEGIES:
         raise ValueError(f"--systems {system}: there is no such system. Choose from {', '.join(STRATEGIES)}.")
     arguments: dict[str, Any] = {"microbatches": options.microbatches, **STRATEGIES[system]}
@@ -137,7 +137,7 @@ def looking_ahead(optimizer: Mapping[str, Any], ahead: float) -> dict[str, Any]:
 
 
 def train(options: TimeToLoss, system: str, seed: int) -> Curve:
-    """One training in processes of its own."""
+    """Train once, in new processes."""
     with tempfile.TemporaryDirectory() as name:
         own = Path(name, "own.yaml")
         recipe = yaml.safe_load(Path(options.config).read_text(encoding="utf-8"))

@@ -35,19 +35,19 @@ class MatrixLeastSquares:
 
     @classmethod
     def random(cls, seed: int, rows: int = 4, columns: int = 4, condition_number: float = 10.0) -> MatrixLeastSquares:
-        """One with this condition number."""
+        """Make a random problem with this condition number."""
         generator = np.random.default_rng(seed)
         q, _ = np.linalg.qr(generator.standard_normal((rows, rows)))
         eigenvalues = np.geomspace(1 / condition_number, 1, rows)
         return cls((q * eigenvalues) @ q.T, generator.standard_normal((rows, columns)))
 
     def value(self, w: Array) -> Array:
-        """The function at w."""
+        """Return f at w."""
         difference = w - self.minimiser
         return np.asarray(0.5 * (difference * (self.h @ difference)).sum((-2, -1)))
 
     def gradient(self, w: Array) -> Array:
-        """Of f at w."""
+        """Return the gradient of f at w."""
         return np.asarray(self.h @ (w - self.minimiser))
 
     @property
@@ -68,16 +68,16 @@ class StagedQuadratic:
 
     @classmethod
     def random(cls, *phi: float) -> StagedQuadratic:
-        """One with these shares, by stage."""
+        """Make a random problem with these shares, by stage."""
         a = np.random.default_rng(0).standard_normal((6, 6))
         return cls(a @ a.T / 6 + 0.1 * np.eye(6), np.repeat(phi, 2))
 
     def gradient(self, w: Array) -> Array:
-        """Of f at w."""
+        """Return the gradient of f at w."""
         return np.asarray(self.h @ w)
 
     def run(self, beta: float, lr: float, feedback: bool) -> Run:
-        """Up to lr * updates = 3, with Error Feedback of strength phi_s on each stage or without."""
+        """Train up to lr * updates = 3, with Error Feedback of strength phi_s on each stage or without."""
         strength = self.phi if feedback else 0.0
         rule, start = Method(beta).rule(), np.ones(6)
         return train(self.gradient, start, rule, lr=lr, updates=round(3 / lr), delay=1, phi=self.phi, strength=strength)

@@ -124,7 +124,7 @@ def _ready(
     microbatches: int,
     hop: float,
 ) -> float | None:
-    """When what an action waits for is there, or None."""
+    """Return when the inputs of an action are there, or None."""
     kind, k = action.kind, action.index
     if kind is Kind.UPDATE:  # the first stage completes last, and tells the others
         end = done.get((0, Kind.BACKWARD, (k + 1) * microbatches - 1))
