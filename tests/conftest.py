@@ -1,4 +1,4 @@
-"""Settings for all tests."""
+"""Settings and fixtures for all tests."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from hypothesis import settings
 import tests.helpers.spared  # noqa: F401
 from tests.helpers.pool import EnginePools, Pools, fork_server, free_port, opened
 
-# The same examples everywhere, and no time limit: machines that run tests are slow at times.
+# Use the same examples everywhere and no deadline, since machines that run tests are sometimes slow.
 settings.register_profile("steady", derandomize=True, deadline=None, database=None)
 settings.load_profile("steady")
 
 torch.set_num_threads(1)
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # or Lightning's launchers give this process more, for all tests to come
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # otherwise Lightning's launchers set more, also for later tests
 
-# A shell's background job ignores it, and so would every process that tests send it to.
+# A shell's background job ignores SIGINT, and so would the child processes to which tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
-    """Leave what imports made out of all later collections, which take most of a short test's time with it."""
+    """Exempt imported objects from garbage collection, which would dominate short tests; start the fork server."""
     gc.collect()
     gc.freeze()
     fork_server()
@@ -36,10 +36,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_of_other_tests() -> Iterator[None]:
-    """Give each test a port of its own, and leave it neither variables nor a process group of the one before.
+    """Give each test its own port, and remove environment variables and the process group of earlier tests.
 
-    Lightning keeps the port of a process's first training, where the store of a training in this process stays; and it
-    takes a port that any connection of the machine may get meanwhile. A module's fixture may have seeded everything.
+    Lightning keeps the port of the first training in a process, where the store of that training still listens. It also
+    chooses ports that another connection may take before they are used. A module's fixture may have set the seed.
     """
     with patch.dict(os.environ, MASTER_PORT=str(free_port())):
         os.environ.pop("PL_GLOBAL_SEED", None)
@@ -50,13 +50,13 @@ def nothing_of_other_tests() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
-    """Return worker processes of one module: pools that stay gather threads and what scenarios set in a worker."""
+    """Return pools of workers for one test module; lasting pools would accumulate threads and state of scenarios."""
     with opened(Pools()) as pools:
         yield pools
 
 
 @pytest.fixture(scope="module")
 def engine_pools() -> Iterator[EnginePools]:
-    """Return worker processes that run the engine alone."""
+    """Return pools of workers that run only the engine."""
     with opened(EnginePools()) as pools:
         yield pools

@@ -1,8 +1,8 @@
 # ruff: noqa: E501
 """Faults that the default tests of the core must find: ``python -m tests.mutations [NUMBER ...]``.
 
-Each row changes one line of ``lightning_asyncpp/core`` in a copy of the repository. Run it after a change of the core
-or of its tests. A row whose line is gone is reported, too: give it the new line, or delete it with the code.
+Each row changes one line of ``lightning_asyncpp/core`` in a copy of the repository. Run it after changing the core
+or its tests. A row whose line does not occur exactly once is reported, too: update the row, or delete it with the code.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 CORE = Path("lightning_asyncpp/core")
 SECONDS = 900.0
-# The first tests find most, in seconds.
+# The first phase finds most faults, within seconds.
 PHASES = (
     ["tests/core/test_weights.py", "tests/core/test_randomness.py", "tests/core/test_engine.py"],
     ["tests/core", "tests/fabric", "tests/nccl_rules", "tests/trainer/hooks", "tests/trainer/callbacks"],
 )
-# File below the core -> lines of it, and what each becomes.
+# File in the core -> pairs of a line and its replacement.
 MUTATIONS: dict[str, list[tuple[str, str]]] = {
     "schedule.py": [
         ("return behind * (1 + everywhere) + behind", "return behind * (1 + everywhere) + 1 + behind"),
@@ -218,7 +218,7 @@ MUTATIONS: dict[str, list[tuple[str, str]]] = {
 
 
 def main() -> None:
-    """Try the mutations with the numbers given, or all, and exit with the number of those that no test found."""
+    """Try the mutations with the given numbers, or all, and exit with the number of mutations that no test found."""
     rows = [(path, *pair) for path, pairs in MUTATIONS.items() for pair in pairs]
     numbers = [int(text) for text in sys.argv[1:]] or range(len(rows))
     import lightning.pytorch.cli  # noqa: F401  # here, not once in each child
@@ -234,7 +234,7 @@ def _try(number: int, path: str, line: str, changed: str) -> bool:
     if text.count(line) != 1:
         print(f"{number:3} {path}: {text.count(line)} places in place of 1 have {line!r}", flush=True)
         return False
-    folder = Path(tempfile.mkdtemp())  # not a TemporaryDirectory, which a process that a test forks would delete
+    folder = Path(tempfile.mkdtemp())  # not a TemporaryDirectory, which processes forked by tests would delete
     copy = folder / "copy"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", "runs", "__pycache__", "*.egg-info"))
     (copy / CORE / path).write_text(text.replace(line, changed), encoding="utf-8")
@@ -270,7 +270,7 @@ def _failure(copy: Path, tests: list[str]) -> str:
 
 
 def _run(copy: Path, tests: list[str], output: Path) -> None:
-    """Be pytest in the copy, to the end of this process."""
+    """Run pytest in the copy, and end this process."""
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

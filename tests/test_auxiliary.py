@@ -1,4 +1,4 @@
-"""What layers tell beside their output reaches exactly one listener."""
+"""Auxiliary losses and statistics that layers record reach exactly one collection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_the_innermost_collection_alone_has_the_losses_summed() -> None:
     with collecting() as outer, collecting() as inner:
         add_auxiliary_loss(loss)
         add_auxiliary_loss(loss * 3)
-    add_auxiliary_loss(loss)  # which nobody collects
+    add_auxiliary_loss(loss)  # outside of any collection
     assert [float(loss) for loss in inner.losses] == [2.0, 6.0]
     assert (float(inner.total_loss()), outer.losses, float(outer.total_loss())) == (8.0, [], 0.0)
 

@@ -1,4 +1,4 @@
-"""The command on a small recipe: training, then everything that can be done with its checkpoint."""
+"""The command trains a small recipe, tests and predicts with its checkpoint, and records a trace."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.helpers.pool import Pools, elastic_environment, free_port
 ROOT = Path(__file__).parents[1]
 ASYNCPP = [str(Path(sys.executable).with_name("asyncpp"))]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-STEPS = 10  # as many as PipelineMonitor waits for
+STEPS = 10  # PipelineMonitor logs every 10 batches
 
 
 class Trained(NamedTuple):
-    """What a short training left behind."""
+    """Results of a short training."""
 
     folder: Path
     printed: str
@@ -36,7 +36,7 @@ class Trained(NamedTuple):
 
 
 class Keep(BasePredictionWriter):
-    """Keeps what ``predict`` returned, and what was logged, in a file per rank."""
+    """Callback that saves each rank's predictions and logged metrics in files."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(write_interval="epoch")
@@ -51,7 +51,7 @@ class Keep(BasePredictionWriter):
 
 
 def recipe(folder: Path) -> list[str]:
-    """The quickstart's recipe, on the text of ``folder`` and with a small model."""
+    """Return arguments for the quickstart's recipe, with the text in ``folder`` and a small model."""
     return [
         "--config", str(ROOT / "recipes" / "quickstart.yaml"),
         "--data.init_args.source", str(folder / "text"), "--data.init_args.cache_dir", str(folder / "cache"),
@@ -63,7 +63,7 @@ def recipe(folder: Path) -> list[str]:
 
 
 def run(command: list[str], folder: Path) -> str:
-    # A reader that waits for the end would wait for a rank that outlives the command.
+    # The output goes to a file, since reading a pipe to its end would also wait for ranks that outlive the command.
     with (folder / "output").open("w+") as output:
         done = subprocess.run(
             ["timeout", "-k", "10", "240", *command], cwd=folder, stdout=output, stderr=subprocess.STDOUT,
@@ -76,7 +76,7 @@ def run(command: list[str], folder: Path) -> str:
 
 
 def run_ranks(arguments: list[str], folder: Path) -> str:
-    """What the first rank of ``torchrun --nproc-per-node=2 -m lightning_asyncpp ARGUMENTS`` prints."""
+    """Run ``torchrun --nproc-per-node=2 -m lightning_asyncpp ARGUMENTS`` without torchrun; return rank 0's output."""
     port = free_port()
     environments = [elastic_environment(rank, 2, port) | {"COLUMNS": "120"} for rank in range(2)]
     ranks = forked.run_ranks(["-m", "lightning_asyncpp", *arguments], folder, environments, seconds=240)
@@ -100,12 +100,12 @@ def trained_by(run_command: Callable[[list[str], Path], str], folder: Path) -> T
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """By the command in two processes, as torchrun starts them, but without a new interpreter for each."""
+    """Train with the command in two processes, as torchrun starts them, but without a new interpreter for each."""
     return trained_by(run_ranks, tmp_path_factory.mktemp("command"))
 
 
 def command_in_worker(folder: str, arguments: list[str]) -> str:
-    """``asyncpp ...`` in a process that stands where torchrun would have started it."""
+    """Run ``asyncpp ...`` in a folder, in a worker whose environment is like torchrun's."""
     before, argv = os.getcwd(), sys.argv
     os.chdir(folder)
     try:
@@ -117,7 +117,7 @@ def command_in_worker(folder: str, arguments: list[str]) -> str:
 
 
 def kept_by(pools: Pools, subcommand: str, trained: Trained, name: str) -> list[Any]:
-    """What both ranks kept of another command with the checkpoint."""
+    """Run another subcommand with the checkpoint, and return what each rank saved under ``name``."""
     arguments = [f"--trainer.limit_{subcommand}_batches=3", "--trainer.callbacks+=tests.test_command_line.Keep"]
     arguments += [f"--trainer.callbacks.folder={trained.folder}", f"--ckpt_path={trained.checkpoint}"]
     pools.run(2, command_in_worker, str(trained.folder), [subcommand, *recipe(trained.folder), *arguments])
@@ -125,7 +125,7 @@ def kept_by(pools: Pools, subcommand: str, trained: Trained, name: str) -> list[
 
 
 def test_fit_takes_another_optimizer_by_its_short_name(trained: Trained) -> None:
-    """Of the class that torch has, with its own arguments, in the place of the recipe's."""
+    """``--optimizer AdamW`` replaces the recipe's optimizer by torch's class, with the given arguments."""
     (written,) = (trained.folder / "runs").glob("**/config.yaml")
     optimizer = yaml.safe_load(written.read_text())["model"]["init_args"]["optimizer"]
     assert (optimizer["class_path"], optimizer["init_args"]["lr"]) == ("torch.optim.AdamW", 0.004)
@@ -139,7 +139,7 @@ def test_fit_takes_another_optimizer_by_its_short_name(trained: Trained) -> None
 
 
 def test_progress_bar(trained: Trained) -> None:
-    """Loss, validation loss, throughput and bubble of the run, under short names; the last line names the file."""
+    """The bar shows loss, throughput, bubble and validation loss by short names; the last line names the checkpoint."""
     last = trained.printed[trained.printed.rindex("Epoch 0") : trained.printed.rindex("Done.")]
     shown = {name: float(value) for name, value in re.findall(r"([\w/]+)=(\d[\d.]*)", last)}
     assert list(shown) == ["loss", "tok/s", "bubble", "val"]
@@ -151,14 +151,14 @@ def test_progress_bar(trained: Trained) -> None:
 
 
 def test_evaluating_a_checkpoint(pools: Pools, trained: Trained) -> None:
-    """The loss is that of the name of the file; a language model's test set is the validation set here."""
+    """The test loss is the loss in the checkpoint's name, since the test set of this data is the validation set."""
     first, second = kept_by(pools, "test", trained, "metrics")
     assert first["test_loss"] == pytest.approx(trained.val_loss, abs=6e-4)
     assert first == second
 
 
 def test_predicting_with_a_checkpoint(pools: Pools, trained: Trained) -> None:
-    """A loss per sequence, on rank 0; their mean is the validation loss."""
+    """Rank 0 returns one loss per sequence; their mean is the validation loss."""
     first, second = kept_by(pools, "predict", trained, "predictions")
     assert [batch.shape for batch in first] == [(8,)] * 3
     assert float(torch.cat(first).mean()) == pytest.approx(trained.val_loss, abs=6e-4)
@@ -166,7 +166,7 @@ def test_predicting_with_a_checkpoint(pools: Pools, trained: Trained) -> None:
 
 
 def test_fit_records_a_trace(pools: Pools, trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
-    """Beside the callbacks of the recipe, and it is read by the command of that name."""
+    """``--trace`` keeps the recipe's callbacks, and ``asyncpp trace`` reads the recording."""
     folder = trained.folder / "traces"
     logs = f"--trainer.logger.init_args.save_dir={trained.folder / 'logs'}"
     arguments = ["fit", f"--trace={folder}", *recipe(trained.folder), "--trainer.max_steps=3", logs]
@@ -180,7 +180,7 @@ def test_fit_records_a_trace(pools: Pools, trained: Trained, capsys: pytest.Capt
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [ASYNCPP, [*TORCHRUN, "-m", "lightning_asyncpp"]], ids=["asyncpp", "torchrun"])
 def test_what_is_installed_trains_the_same(trained: Trained, tmp_path: Path, command: list[str]) -> None:
-    """The command, which has Lightning launch the second rank, and torchrun, with which Lightning launches nothing."""
+    """Results are equal with ``asyncpp``, where Lightning launches the second rank, and with torchrun."""
     other = trained_by(lambda arguments, folder: run([*command, *arguments], folder), tmp_path)
     contents = [torch.load(t.checkpoint, weights_only=True) for t in (trained, other)]
     states = [(content["state_dict"], content["optimizer_states"][0]["state"]) for content in contents]

@@ -1,4 +1,4 @@
-"""What the command takes, what it answers to a mistake before anything starts, and how it ends."""
+"""The command accepts short forms, refuses mistakes before anything starts, and ends with short messages."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ MODEL = {"class_path": "lightning_asyncpp.GPTModule", "init_args": {"config": SI
 TEXT = {"source": str(RECIPES.with_name("docs") / "start"), "context_length": 32, "batch_size": 8}
 DATA = {"class_path": "lightning_asyncpp.data.TextDataModule", "init_args": TEXT}
 TRAINER = {"strategy": {"class_path": ASYNC, "init_args": {"microbatches": 4}}, "accelerator": "cpu", "devices": 2}
-FIT = ["fit", f"--config={json.dumps({'model': MODEL, 'data': DATA, 'trainer': TRAINER})}"]  # soon read
+FIT = ["fit", f"--config={json.dumps({'model': MODEL, 'data': DATA, 'trainer': TRAINER})}"]  # quick to parse
 
 
 class Untidy(L.LightningModule):
-    """A user's own module, which fails in a place that only a traceback tells."""
+    """User's module that raises an error whose place only a traceback shows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Untidy(L.LightningModule):
             ["fit", "--model.init_args.optimizer=MuonAdamW", "--model.init_args.optimizer.lr=3"],
         ),
         (
-            ["fit", "--trace=d", "--trace.mini_batches=5", "-c", "a.yaml"],  # last, or the recipe's list replaces it
+            ["fit", "--trace=d", "--trace.mini_batches=5", "-c", "a.yaml"],  # last, else the recipe's list replaces it
             [
                 "fit", "--config=a.yaml", f"{CALLBACKS}+=lightning_asyncpp.PipelineTrace", f"{CALLBACKS}.dirpath=d",
                 f"{CALLBACKS}.mini_batches=5",
@@ -89,7 +89,7 @@ SIX = {"class_path": "AsyncPipelineStrategy", "init_args": {"microbatches": 6}}
     ids=["name-and-option", "short-class", "another-pipeline-keeps-the-options", "class-instead-of-lightnings"],
 )
 def test_a_strategy_by_its_name_takes_options(strategy: Any, arguments: Any, expected: Any, tmp_path: Path) -> None:
-    """In a recipe, on the command line, or in both."""
+    """A strategy's name accepts options in a recipe, on the command line, or in both."""
     content = {"model": f"{__name__}.Untidy", "trainer": {"strategy": strategy}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
     read = read_configuration(["fit", str(tmp_path / "recipe.yaml"), *arguments])["trainer"]["strategy"]
@@ -102,9 +102,9 @@ def paths_of_optimizers(names: tuple[str, ...]) -> list[str]:
     return [config["model"]["init_args"]["optimizer"]["class_path"] for config in found]
 
 
-@pytest.mark.slow  # a process that imports everything again
+@pytest.mark.slow  # starts a process that imports everything again
 def test_a_short_name_finds_the_optimizers_class() -> None:
-    """In a process in which no other library has put a class of the same name beside it."""
+    """A short name finds its class in a process where no other library has defined a class of the same name."""
     names = ("AdamW", "SOAP", "MuonAdamW", "Muon", "NorMuon", "torch.optim.Muon")
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         paths = pool.apply(paths_of_optimizers, (names,))
@@ -137,7 +137,7 @@ MISTAKES = {
 def test_a_mistake_is_answered_shortly_before_anything_starts(
     arguments: list[str], answer: str, capsys: Printed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """With what may have been meant."""
+    """The command prints one error, often with a suggestion, and no usage or traceback."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
@@ -187,7 +187,7 @@ ENDINGS = {
 def test_the_packages_own_errors_end_it_shortly(
     error: Exception, code: int, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: Printed
 ) -> None:
-    """Other ranks give the first line of a peer's; a variable brings the traceback."""
+    """Other ranks print only the first line of a ``PeerLostError``; ``ASYNCPP_TRACEBACK=1`` shows the traceback."""
     for rank, mark in enumerate(("", "[rank 1] ")):
         monkeypatch.setattr(rank_zero_only, "rank", rank)
         assert ends_with(error, monkeypatch) == code
@@ -213,7 +213,7 @@ def test_the_error_of_other_code_keeps_its_traceback() -> None:
 
 
 def test_a_run_is_made_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the rest of the other schedule, whatever the checkpoint's hyperparameters say."""
+    """A resumed run follows its new, longer schedule, whatever the checkpoint's hyperparameters say."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").mkdir()
     for index in range(8):

@@ -1,4 +1,4 @@
-"""A checkpoint is data: no code that it holds or names is run by the command."""
+"""The command treats checkpoints as data, and runs no code that they contain or name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUIET = [
 
 
 class Evil:
-    """Makes a folder when it is unpickled."""
+    """Object that makes a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,7 +36,7 @@ class Evil:
 
 @pytest.fixture
 def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What is there once the module ``trap`` was imported, or code was unpickled."""
+    """Return a path that exists only after the module ``trap`` was imported or code was unpickled."""
     mark = tmp_path / "sprung"
     (tmp_path / "trap.py").write_text(f"open({str(mark)!r}, 'w')\nclass Model:\n    pass\n")
     model = {"class_path": "lightning_asyncpp.GPTModule", "init_args": {"config": SIZES, "warmup_steps": 1}}
@@ -69,7 +69,7 @@ def content(**hyper_parameters: Any) -> dict[str, Any]:
     [{"_class_path": "trap.Model"}, {"optimizer": {"class_path": "trap.Model"}}, {"_instantiator": "trap.Model"}],
 )
 def test_hyper_parameters_that_name_a_class(trap: Path, tmp_path: Path, named: dict[str, Any]) -> None:
-    """The model is the recipe's, and takes the checkpoint's weights."""
+    """The recipe's model loads the weights, and classes that the hyperparameters name are not imported."""
     torch.save(content(**named), "x.ckpt")
     validate(tmp_path)
     assert not trap.exists()
@@ -84,7 +84,7 @@ def test_a_file_that_holds_code(trap: Path, tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_file_of_a_url_runs_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning would run what one of http holds."""
+    """Files at URLs are loaded with ``weights_only=True`` by default; by Lightning's default, their code would run."""
     asked = []
     monkeypatch.setattr(TorchCheckpointIO, "load_checkpoint", lambda self, *arguments: asked.append(arguments))
     for weights_only in (None, True, False):

@@ -1,13 +1,13 @@
-"""The code of README, of the pages under docs/start, and of the notebook runs as it stands.
+"""The code of README, of the pages under docs/start and of the notebook runs unchanged.
 
-A page's Python blocks make scripts: each block that trains or checks, and the last one, ends one of its own, after all
-blocks that do not train, whose checks are left out there.
-Markers, comments of Markdown that no reader sees:
+The Python blocks of a page form scripts. Each block that trains or checks ends a script, and so does the last block.
+A script begins with all earlier blocks that do not train, without their calls of ``check_model``.
+These Markdown comments, which readers do not see, are markers:
 
-    <!-- run first: CODE -->        what the page leaves out, before its first block
-    <!-- not run: REASON -->        above a block that is only read
+    <!-- run first: CODE -->        code that the page leaves out, before its first block
+    <!-- not run: REASON -->        above a block that is not run
 
-Blocks with a ``title`` are files, and Python among them is part of the scripts, too.
+Blocks with a ``title`` are files; Python files are part of the scripts, too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BLOCK = re.compile(r"(?ms)^(<!-- not run: .+? -->\n+)?^```(python|yaml)(?: title
 
 
 def scripts(text: str) -> list[str]:
-    """The scripts that a page's blocks make, see above."""
+    """Return the scripts of a page, as described at the top of this module."""
     ready = "".join(re.findall(r"(?s)<!-- run first:\n(.*?)-->", text))
     made: list[str] = []
     costs = False
@@ -58,7 +58,7 @@ SCRIPTS = [
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_blocks_of_a_page_run(script: str, tmp_path: Path) -> None:
-    """In as many processes as it asks for, as ``torchrun`` starts them."""
+    """Each script runs in as many processes as it asks for, with the environment of ``torchrun``."""
     assert "import lightning_asyncpp" in script, "which gives the strategies their names"
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
     ranks = 2 if "devices=2" in script else 1
@@ -92,7 +92,7 @@ def test_the_notebook_is_valid_and_holds_no_outputs() -> None:
 
 @pytest.mark.slow
 def test_the_notebook_trains(tmp_path: Path) -> None:
-    """By a kernel, as somebody's own would."""
+    """A Jupyter kernel runs the notebook, as it would for a user."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     NotebookClient(notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
     (use,) = [cell for cell in notebook.cells if cell.id == "use"]

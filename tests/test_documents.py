@@ -1,6 +1,6 @@
-"""The documents: links, names of the code, quoted messages, versions and commands are those that there are.
+"""Links, names, quoted messages, versions and commands in the documents are correct.
 
-What the site says is built from ``docs/``; what CI runs is what the documents tell contributors to run.
+The site builds from ``docs/`` without a warning, and CI runs what the documents tell contributors to run.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ PUBLIC = [
     if inspect.isclass(value) and not name.startswith("_")
 ]
 TOOLS = {"pip", "python", "pytest", "ruff", "mypy", "lint-imports", "twine", "mkdocs", "test"}
-# Where actions run code of others with this repository's rights.
+# Allowed actions: each runs third-party code with this repository's permissions.
 ACTIONS = {
     "actions/checkout", "actions/setup-python", "actions/upload-artifact", "actions/download-artifact",
     "actions/upload-pages-artifact", "actions/deploy-pages", "pypa/gh-action-pypi-publish",
 }  # fmt: skip
-# Tools of who works on this package, and an interface to a service that only its newest versions reach.
+# Packages without a pinned oldest version: development tools, and an SDK whose service only new versions reach.
 NO_FLOOR = {
     "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy", "import-linter", "mkdocs-material",
     "mkdocstrings", "hatchling", "nbclient", "ipykernel", "lightning-sdk",
@@ -54,7 +54,7 @@ def read(path: Path | str) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """What the headings of a page are called in links, by the rule of GitHub."""
+    """Return the link anchors of a page's headings, by GitHub's rule."""
     lines = re.sub(r"(?ms)^```.*?^```", "", read(page)).splitlines()
     headings = [line.lstrip("#").strip().lower() for line in lines if line.startswith("#")]
     return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}
@@ -62,7 +62,7 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    """To files and headings, also by this repository's address; and the tests that a page names exist."""
+    """Linked files and headings exist, also behind this repository's URL, and so do the tests that a page names."""
     text = re.sub(rf"{REPOSITORY}/(?:blob|tree)/main/", f"{ROOT}/", read(page))
     links = [link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
     targets = [(page.parent / path if path else page, heading) for path, _, heading in links]
@@ -72,12 +72,12 @@ def test_links_lead_somewhere(page: Path) -> None:
     ]  # fmt: skip
     tests = re.findall(r"\b(?:research/theory/)?tests/[\w/]+(?:\.\w+)?", text)
     assert not [path for path in tests if not (ROOT / path).exists()]
-    # Pages link to pages by relative links, or the site would lead away from itself.
+    # Pages link to each other by relative links; a link to the repository would lead away from the site.
     assert page.parent == ROOT or not re.search(rf"{ROOT}/docs/\S+\.md", text)
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    """No page is in no menu, and what becomes of links on the site leads somewhere, too."""
+    """Every page is in a menu, and links on the built site lead somewhere, too."""
     pytest.importorskip("mkdocs")
     build = ["-m", "mkdocs", "build", "--strict", "--config-file", str(ROOT / "mkdocs.yml")]
     done = forked.run([*build, "--site-dir", f"{tmp_path}/site"], tmp_path, seconds=280, NO_MKDOCS_2_WARNING="1")
@@ -87,7 +87,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cls", PUBLIC, ids=lambda cls: f"{cls.__module__}.{cls.__name__}")
 def test_every_argument_of_a_public_class_is_explained(cls: type) -> None:
-    """By the class, its constructor, or a class that it is derived from, as ``asyncpp fit --help`` reads it."""
+    """Docstrings of the class, its constructor or a base class explain each argument, for ``asyncpp fit --help``."""
     classes = [c for c in cls.__mro__ if c.__module__.startswith("lightning_asyncpp")]
     documents = "\n".join([*(c.__doc__ or "" for c in classes), cls.__init__.__doc__ or ""])
     explained = set(re.findall(r"\w+", " ".join(re.findall(r"(?m)^ +(\w+(?:, \w+)*):", documents))))
@@ -97,7 +97,7 @@ def test_every_argument_of_a_public_class_is_explained(cls: type) -> None:
 
 
 def strings_of(path: Path) -> Iterator[str]:
-    """The strings of a file; what is filled in is left out."""
+    """Yield the strings in a file; f-strings without the values that are filled in."""
     for node in ast.walk(ast.parse(read(path))):
         if isinstance(node, ast.JoinedStr):
             yield "\0".join(str(part.value) for part in node.values if isinstance(part, ast.Constant))
@@ -106,7 +106,7 @@ def strings_of(path: Path) -> Iterator[str]:
 
 
 def test_the_messages_that_troubleshooting_quotes_exist() -> None:
-    """The code in the first column of tables whose header says ``message``."""
+    """Code in the first column of tables with the header ``message`` occurs in strings of the package."""
     page = read("docs/guides/troubleshooting.md")
     tables = re.findall(r"(?m)^\| message \|.*\n\|.*\n((?:\|.*\n)+)", page)
     rows = [row.split(" | ")[0] for table in tables for row in table.splitlines()]
@@ -129,7 +129,7 @@ def test_the_oldest_versions_that_are_promised_are_those_that_the_suite_is_run_w
     assert floors.keys() - NO_FLOOR == pinned.keys()
     for name, version in pinned.items():
         (floor,) = floors[name]
-        # 2.11 stands for 2.11.0, and 6 for the first of 6 that can still be installed.
+        # A floor of 2.11 means 2.11.0, and a floor of 6 the first 6.x that can still be installed.
         assert version >= floor, name
         assert version.release[: len(floor.release)] == floor.release, name
 

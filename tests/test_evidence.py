@@ -1,4 +1,4 @@
-"""The paper's claim in two minutes: who suffers from a delay of one update, and what Error Feedback gives back."""
+"""A delay of one update hurts AdamW more than Muon, and Error Feedback helps: the paper's claim in two minutes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPTIMIZERS: dict[str, tuple[Any, tuple[float, ...]]] = {
 
 @pytest.fixture(scope="module")
 def corpus() -> tuple[Tensor, Tensor]:
-    """Bytes of the standard library in rows of (time + 1), for training and for validation."""
+    """Return bytes of the standard library, (rows, CONTEXT + 1), for training and for validation."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:80]
     text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
     rows = text[: len(text) // (CONTEXT + 1) * (CONTEXT + 1)].view(-1, CONTEXT + 1)
@@ -46,7 +46,7 @@ def loss_after_training(corpus: tuple[Tensor, Tensor], optimizer: Any, delay: in
 
 
 def losses(corpus: tuple[Tensor, Tensor], name: str) -> tuple[float, float, float]:
-    """Without delay, with it, and with Error Feedback at the latter's learning rate; each at its best, two seeds."""
+    """Return mean losses of two seeds: without and with delay, at their best lr; with Error Feedback at the latter."""
     make, rates = OPTIMIZERS[name]
 
     def mean(optimizer: Any, delay: int) -> float:

@@ -1,4 +1,4 @@
-"""The recipe of 10 billion parameters at its full depth: each process holds its stage alone, and it trains."""
+"""The recipe with 10 billion parameters trains at its full depth, and each process allocates only its own stage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECIPE = ROOT / "recipes" / "moe_10b.yaml"
 
 
 def narrow() -> GPT:
-    """The model on the meta device, as deep as it is, with an eighth of its width: about 150 million parameters."""
+    """Return the model on the meta device, at full depth but an eighth of its width: about 150 million parameters."""
     config = yaml.safe_load(RECIPE.read_text())["model"]["init_args"]["config"]
     moe = config["moe"] | {"expert_dim": 104}
     with torch.device("meta"):
@@ -46,7 +46,7 @@ def test_a_process_allocates_its_own_stage_alone(stage: int, tmp_path: Path) -> 
     largest = max(parameter.nbytes for parameter in made[0].parameters.values())
     assert own > 10 * 2**20
     assert own <= kept <= 1.02 * own
-    assert peak <= own + 1.1 * largest  # to be sure that a tensor was initialised, a mask of it is made
+    assert peak <= own + 1.1 * largest  # a mask of each tensor is made, to check that it was initialised
     whole = sum(parameter.nbytes for parameter in narrow().parameters())
     assert peak < 0.15 * whole
 
@@ -54,7 +54,7 @@ def test_a_process_allocates_its_own_stage_alone(stage: int, tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_all_stages_train_on_two_cores(tmp_path: Path) -> None:
-    """Sixteen processes with tiny layers."""
+    """The recipe trains in sixteen processes, with tiny layers."""
     overrides = {
         "trainer.accelerator": "cpu", "trainer.devices": 16, "trainer.num_nodes": 1, "trainer.max_steps": 3,
         "trainer.val_check_interval": 3, "trainer.limit_val_batches": 1, "trainer.num_sanity_val_steps": 0,
@@ -70,5 +70,5 @@ def test_all_stages_train_on_two_cores(tmp_path: Path) -> None:
     assert "Done. Checkpoint: " in printed
     (checkpoint,) = tmp_path.glob("runs/**/step=3*.ckpt")
     pipeline = torch.load(checkpoint, weights_only=True)["pipeline"]
-    # Two blocks with experts cost most, and some stage has to have two: here 13 have, 14 where the head is alone.
+    # Two blocks with experts cost most, and some stages must have two: here 13 do; 14 would if the head were alone.
     assert (pipeline["num_stages"], pipeline["partition"]) == (STAGES, [3, 1, *[2] * 14])

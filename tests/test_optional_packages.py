@@ -1,4 +1,4 @@
-"""What is told where a package of an extra is not installed: what to install."""
+"""If a package of an extra is missing, the error says what to install."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is uploaded: the wheel has the package and the recipes, and trains the quickstart in an empty folder."""
+"""The wheel has the package and the recipes, and trains the quickstart in an empty folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def content(wheel: Path) -> dict[str, bytes]:
-    """Path -> bytes, of everything in the wheel."""
+    """Return the content of all files in the wheel, by path."""
     with zipfile.ZipFile(wheel) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 
@@ -43,7 +43,7 @@ def about(content: dict[str, bytes]) -> Message:
 
 
 def test_the_wheel_has_the_files_of_the_package(content: dict[str, bytes]) -> None:
-    """And its recipes, and nothing beside them."""
+    """The wheel has the package's files and the recipes, unchanged, and nothing else."""
     package = [path for path in (ROOT / "lightning_asyncpp").rglob("*") if path.is_file() and path.suffix != ".pyc"]
     expected = {str(path.relative_to(ROOT)): path for path in package}
     expected |= {f"lightning_asyncpp/{path.relative_to(ROOT)}": path for path in (ROOT / "recipes").rglob("*.yaml")}
@@ -62,7 +62,7 @@ def test_the_promised_versions_of_python_are_those_of_ci(about: Message) -> None
 
 
 def test_links_of_the_readme_lead_somewhere_on_pypi_too(about: Message) -> None:
-    """Which shows README.md without the repository around it."""
+    """PyPI shows README.md without the repository, so links are URLs or lead to headings."""
     links = [target or other for target, other in LINK.findall(str(about.get_payload()))]
     assert links
     assert not [link for link in links if not link.startswith(("https://", "#"))]
@@ -70,7 +70,7 @@ def test_links_of_the_readme_lead_somewhere_on_pypi_too(about: Message) -> None:
 
 @pytest.mark.slow
 def test_the_installed_wheel_trains_the_quickstart_in_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
-    """Installed without its dependencies, beside those that run this test."""
+    """The wheel is installed without its dependencies, and uses those of this test's environment."""
     place, empty = tmp_path / "installed", tmp_path / "empty"
     empty.mkdir()
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(place), str(wheel)]

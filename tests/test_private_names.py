@@ -1,4 +1,4 @@
-"""How many private names of Lightning, torch and torchmetrics the package uses: each may go with their next release."""
+"""The package uses few private names of Lightning, torch and torchmetrics, since any release may remove them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def is_private(name: str) -> bool:
 
 
 def defined(tree: ast.AST) -> Iterator[str]:
-    """Names of functions, classes and attributes that a file of the package makes."""
+    """Yield the names of functions, classes, variables and attributes that a file of the package defines."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name
@@ -32,7 +32,7 @@ def defined(tree: ast.AST) -> Iterator[str]:
 
 
 def used(tree: ast.AST) -> Iterator[tuple[str, bool]]:
-    """Names that a file reads, and whether it says itself that they are somebody else's."""
+    """Yield the names that a file reads, and whether its imports or ``required`` mark them as third-party names."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             yield node.attr, False
@@ -45,7 +45,7 @@ def used(tree: ast.AST) -> Iterator[tuple[str, bool]]:
 
 
 def private_names() -> dict[str, set[str]]:
-    """Name -> files that use it."""
+    """Return third-party private names, with the files that use them."""
     trees = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
     own = {name for tree in trees.values() for name in defined(tree)}
     found: dict[str, set[str]] = {}

@@ -1,4 +1,4 @@
-"""Recipes of the package by their names."""
+"""Recipes of the package are found by their names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes: every key explained, the twins alike, each loadable, and the quickstart better than counting bytes."""
+"""Recipes load and explain every key, twins differ in one choice, and quickstarts beat a unigram model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.models import unigram_loss
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-OF_GPTS = [path for path in RECIPES if not path.stem.startswith("hf_")]  # the others: tests/trainer/hf
+OF_GPTS = [path for path in RECIPES if not path.stem.startswith("hf_")]  # tests/trainer/hf tests the others
 OTHER_THAN_SYNC = [path for path in OF_GPTS if not path.stem.endswith("_sync")]
 LARGE = [path for path in OF_GPTS if not path.stem.startswith("quickstart")]
 STRUCTURE = {
@@ -70,7 +70,7 @@ def test_the_adamw_twin_differs_in_the_optimizer_alone() -> None:
 
 @pytest.mark.parametrize("name", ["quickstart", "quickstart_sync"])
 def test_published_results_belong_to_the_default_cut(name: str) -> None:
-    """They were taken when all stages had the same number of layers."""
+    """The default cut gives all stages the same number of layers, as when the results were measured."""
     with torch.device("meta"):
         model = GPT(GPTConfig(**loaded(name)["model"]["init_args"]["config"]))
     partition = choose_partition(model, 0, loaded(name)["trainer"]["devices"], "auto")
@@ -79,7 +79,7 @@ def test_published_results_belong_to_the_default_cut(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def built(request: pytest.FixtureRequest) -> AsyncppCLI:
-    """A recipe as the command builds it, but on the CPU: the model is on the meta device until a strategy cuts it."""
+    """Return a recipe as the command builds it, but for the CPU; its model stays on the meta device until it is cut."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["asyncpp", "--config", str(request.param), "--trainer.accelerator", "cpu"])
         return make_cli(run=False, save_config_callback=None)
@@ -95,14 +95,14 @@ def test_a_recipe_fits_together(built: AsyncppCLI) -> None:
     assert data.batch_size % settings.microbatches == 0
 
 
-# SmolLM-360M's own number, and GPT-2's 124,439,808 without its positions, biases and second half of norms
+# SmolLM-360M's own number, and GPT-2's 124,439,808 without position embeddings and biases, also of norms
 PARAMETERS = {"smollm_360m": 361_821_120, "gpt2_124m": 123_551_232, "moe_10b": 10_191_373_824}
 
 
 @pytest.mark.parametrize("built", OTHER_THAN_SYNC, indirect=True, ids=lambda path: path.stem)
 def test_the_model_of_a_recipe_is_built_with_its_optimizer(built: AsyncppCLI, request: pytest.FixtureRequest) -> None:
-    """It has the size that it is named after; synchronous twins have the same."""
-    with torch.device("meta"), torch.no_grad():  # experts' auxiliary losses are collected by strategies alone
+    """The model has the size in the recipe's name; synchronous twins are left out, since they have the same model."""
+    with torch.device("meta"), torch.no_grad():  # only strategies collect experts' auxiliary losses
         model = built.model.build_model()
         logits = model(torch.zeros(1, built.model.config.context_length, dtype=torch.int64))
     assert logits.shape == (1, built.model.config.context_length, built.model.config.vocab_size)

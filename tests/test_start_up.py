@@ -1,4 +1,4 @@
-"""What an import brings along: a script that trains its own module waits for nothing that it does not use."""
+"""Imports and commands load no heavy package that they do not use."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ REGISTERED = "type(L.Trainer(strategy='async_pipeline', accelerator='cpu', devic
 
 
 def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a program in an interpreter of its own."""
+    """Run a program in a new interpreter."""
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | environment)
 
 
 def test_an_import_brings_nothing_heavy_but_what_lightning_does(tmp_path: Path) -> None:
-    """No tool either; strategies have their names, also when Lightning was imported first. Both are imported anew."""
+    """No tool is imported; strategies have names even if Lightning was imported first. Both are imported anew here."""
     anew = ("lightning", "lightning_asyncpp", *HEAVY)
     program = (
         "import sys\n"
@@ -75,7 +75,7 @@ def test_what_needs_neither_torch_nor_lightning_does_not_wait_for_them(given: st
     ended, seconds, heavy = json.loads(done.stderr.splitlines()[-1])
     assert (ended, heavy) == (code, [])
     assert (done.stdout + done.stderr).startswith(answer)
-    assert seconds < 3  # less than one where nothing else runs
+    assert seconds < 3  # less than 1 s on an idle machine
 
 
 def test_help_names_every_subcommand() -> None:
@@ -85,7 +85,7 @@ def test_help_names_every_subcommand() -> None:
 
 
 def test_a_line_tells_what_starts_before_torch_is_imported() -> None:
-    """On the first rank alone."""
+    """Only the first rank prints the line."""
     program = (
         "import sys; sys.argv = ['asyncpp', 'fit', 'quickstart']\n"
         "class Stop:\n"

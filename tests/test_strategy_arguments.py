@@ -1,4 +1,4 @@
-"""What no number of processes could make right is refused where a strategy is made."""
+"""Strategies refuse wrong arguments when they are created, or before ranks connect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OF_ONE_PROCESS = [package.DelayedGradientStrategy for package in (trainer, fabri
 
 @pytest.mark.parametrize("strategy", [*PIPELINES, *OF_ONE_PROCESS], ids=lambda cls: f"{cls.__module__}.{cls.__name__}")
 def test_all_wrong_arguments_are_named_at_once(strategy: type) -> None:
-    """With their values; each rule has a row of core/test_settings.py."""
+    """One error names all wrong arguments with their values; ``tests/core/test_settings.py`` tests each rule."""
     wrong = {"microbatches": 2.5, "partition": "even", "slack": "exactly", "nonfinite_gradients": "leave"}
     wrong |= {"state_dict_type": ""} if strategy in PIPELINES else {}
     with pytest.raises(ConfigurationError) as caught:
@@ -34,7 +34,7 @@ def test_all_wrong_arguments_are_named_at_once(strategy: type) -> None:
 def test_what_does_not_fit_the_ranks_is_found_before_they_connect(
     package: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other ranks are not there: who waited for them would not come back before the timeout."""
+    """The other ranks do not exist here, so waiting for them would end with a timeout."""
     variables = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "3") | {"TORCHELASTIC_RUN_ID": "none"}
     for name, value in (variables | dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0")).items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""Jobs for Lightning Studios: what is submitted, what is refused before, and that the SDK takes it."""
+"""Jobs for Lightning Studios are refused if they cannot work, and otherwise submitted as the SDK accepts them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-with suppress(ImportError):  # here, as it asks for the number of the standard error output, which capsys has not
+with suppress(ImportError):  # not in a test: it asks for the file number of stderr, which capsys's stream lacks
     import lightning_sdk  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
@@ -26,7 +26,7 @@ def load_script() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["studio_job"] = module  # where dataclasses look their module up
+    sys.modules["studio_job"] = module  # dataclasses look up their module here
     spec.loader.exec_module(module)
     return module
 

@@ -1,4 +1,4 @@
-"""Models as people write their own: none knows of pipelines, and most have no list of layers."""
+"""Models as users write them: without support for pipelines, and mostly without a list of layers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def images() -> Tensor:
 
 
 class Positions(nn.Module):
-    """Of torch's tutorials."""
+    """Positional encoding of torch's tutorials."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Positions(nn.Module):
 
 
 class Tutorial(nn.Module):
-    """The language model of torch's tutorials."""
+    """Language model of torch's tutorials."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Tutorial(nn.Module):
 
 
 class Translation(nn.Module):
-    """torch's whole Transformer."""
+    """Model with torch's whole ``nn.Transformer``, encoder and decoder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Translation(nn.Module):
 
 
 class Perceptron(nn.Module):
-    """Layers in attributes."""
+    """Model whose layers are attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Convolutions(nn.Module):
 
 
 class UNet(nn.Module):
-    """Attributes again, with skips."""
+    """Model whose layers are attributes, with skip connections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Attention(nn.Module):
 
 
 class Pairs(nn.Module):
-    """A list of lists, which the forward takes apart."""
+    """Model with a list of lists of layers, which the forward unpacks."""
 
     def __init__(self, count: int = 3) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Pairs(nn.Module):
 
 
 class Rotating(nn.Module):
-    """Turns pairs of numbers with complex ones."""
+    """Layer that rotates pairs of numbers by multiplication with complex numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Rotating(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Complex numbers in an attribute, as in Meta's Llama, go to every layer."""
+    """Model that passes complex numbers from an attribute to every layer, as Meta's Llama does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class Rotary(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A list of LSTMs, each of which returns a state, too."""
+    """Model with a list of LSTMs, each of which also returns a state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class Block(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """Made as nanoGPT is: a dictionary of modules, tied weights, dropout before the blocks, the loss in ``forward``."""
+    """Model like nanoGPT: a dictionary of modules, tied weights, dropout before the blocks, the loss in ``forward``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,4 +221,4 @@ HOME_MADE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], list[s
     "rotary": (Rotary, tokens, ["layers.0", "layers.1", "layers.2"]),
     "recurrent": (Recurrent, tokens, ["layers.0", "layers.2", "out"]),
 }
-"""What makes it, a batch for it, and layers that a pipeline is to cut between."""
+"""Name -> model, function that makes its batch, and layers between which a pipeline is cut."""

@@ -1,4 +1,4 @@
-"""Networks of a few blocks, whose forwards do all sorts of things around and between them."""
+"""Small networks of blocks, whose forwards differ in the code around and between the blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHAPE = (4, 3, DIM)
 
 
 class Block(nn.Module):
-    """A layer of others."""
+    """Residual block with a norm, a linear layer and dropout, and optional further inputs."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks in a row; others differ in what is around them."""
+    """Network of consecutive blocks; subclasses have other code around the blocks."""
 
     block: type[Block] = Block
 
@@ -43,11 +43,11 @@ class Net(nn.Module):
         return self.out(self.drop(x))
 
 
-# -- each value is used on one stage: gradients are exact -------------------------------------------------------------
+# -- networks in which each value is used on one stage, so that gradients are exact -----------------------------------
 
 
 class Between(Net):
-    """Modules between blocks."""
+    """Network with modules between its blocks."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.entry(x)
@@ -57,7 +57,7 @@ class Between(Net):
 
 
 class Tied(Net):
-    """The entry's weight is used once more behind the blocks."""
+    """Network that uses the entry's weight again after the blocks."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.entry(x)
@@ -67,7 +67,7 @@ class Tied(Net):
 
 
 class Asking(Net):
-    """Asks for classes, shapes, dtypes and modes of modules that may be on another stage."""
+    """Network whose forward reads classes, shapes, dtypes and modes of modules that may be on another stage."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.entry(x.to(self.entry.weight.dtype))
@@ -85,7 +85,7 @@ class MaskedBlock(Block):
 
 
 class Masked(Net):
-    """Shares a buffer with its blocks."""
+    """Network that shares a buffer with its blocks."""
 
     block = MaskedBlock
 
@@ -103,7 +103,7 @@ class Masked(Net):
 
 
 class Noted(Net):
-    """The code between blocks keeps what they gave in them, and reads it behind them."""
+    """Network whose forward sets an attribute of each block, and reads one of them after the last block."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.entry(x)
@@ -114,7 +114,7 @@ class Noted(Net):
 
 
 class Added(Net):
-    """Sums behind each block, as in most transformers that are written at home."""
+    """Network that adds each block's input to its output, as most hand-written transformers do."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.entry(x) * 2
@@ -139,7 +139,7 @@ class FlaggingBlock(Block):
 
 
 class Flagged(Net):
-    """What a block says decides what the next one takes."""
+    """Network in which a flag that a block returns determines an argument of the next block."""
 
     block = FlaggingBlock
 
@@ -151,7 +151,7 @@ class Flagged(Net):
 
 
 class Hooked(Net):
-    """Hooks of blocks change what they take and return."""
+    """Network with hooks that change the input and the output of a block."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__(dropout)
@@ -160,7 +160,7 @@ class Hooked(Net):
 
 
 class Statistics(nn.Module):
-    """Has a buffer that moves, and no parameters."""
+    """Layer without parameters, but with a buffer that changes in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class Statistics(nn.Module):
 
 
 class Normalised(Net):
-    """Statistics in front of the blocks and behind them."""
+    """Network with a Statistics layer before the blocks and one after them."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__(dropout)
@@ -193,7 +193,7 @@ class HalvingBlock(Block):
 
 
 class Halving(Net):
-    """What a block takes follows from the shape of what the one before returned."""
+    """Network in which an argument of each block depends on the shape of the previous output."""
 
     block = HalvingBlock
 
@@ -205,7 +205,7 @@ class Halving(Net):
 
 
 class Checkpointed(Net):
-    """Runs blocks, and drops out, in checkpoints."""
+    """Network with activation checkpointing of its blocks, and of its head with dropout."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.entry(x)
@@ -218,7 +218,7 @@ class Checkpointed(Net):
 
 
 class Noisy(Net):
-    """Noise and an order, drawn in front of the blocks, and used once more behind them."""
+    """Network that draws noise and a permutation before the blocks, and uses both after them."""
 
     def forward(self, x: Tensor) -> Tensor:
         noise = 0.1 * torch.randn_like(x) if self.training else torch.zeros_like(x)
@@ -230,7 +230,7 @@ class Noisy(Net):
 
 
 class PartlyFrozen(Net):
-    """Puts a part of itself into evaluation mode, in the way of transfer learning."""
+    """Network whose forward puts one block into evaluation mode, as in transfer learning."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.blocks[1].eval()
@@ -238,7 +238,7 @@ class PartlyFrozen(Net):
 
 
 class Initialised(Net):
-    """Sets itself up by its first batch, and counts calls."""
+    """Network that initialises an attribute in its first forward, and counts calls."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__(dropout)
@@ -250,7 +250,7 @@ class Initialised(Net):
         return super().forward(x - self.shift)
 
 
-# -- a value is used on several stages: gradients are equal to rounding -----------------------------------------------
+# -- networks in which a value is used on several stages, so that gradients are equal up to rounding ------------------
 
 
 class TellingBlock(Block):
@@ -260,7 +260,7 @@ class TellingBlock(Block):
 
 
 class Told(Net):
-    """Blocks return another value in training, or for long batches, which is for the end."""
+    """Network whose blocks return a second value for its output, but only in training or for long sequences."""
 
     block = TellingBlock
 
@@ -273,7 +273,7 @@ class Told(Net):
 
 
 class Skipping(Net):
-    """What the entry gives goes to every block, and to the end."""
+    """Network that uses the entry's output in every block and after the last one."""
 
     def forward(self, x: Tensor) -> Tensor:
         first = x = self.entry(x)
@@ -283,7 +283,7 @@ class Skipping(Net):
 
 
 class Ladder(Net):
-    """As in a U-Net: what early blocks gave comes to late ones."""
+    """Network with skip connections from early to late blocks, as in a U-Net."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__(dropout, 5)
@@ -299,7 +299,7 @@ class Ladder(Net):
 
 
 class InPlaceSkips(Net):
-    """Changes in place what blocks returned, and needs it once more, as U-Nets with ``ReLU(inplace=True)`` do."""
+    """Network that changes outputs in place and uses them again, as U-Nets with ``ReLU(inplace=True)`` do."""
 
     def forward(self, x: Tensor) -> Tensor:
         first = self.entry(x)
@@ -311,23 +311,23 @@ class InPlaceSkips(Net):
 
 
 class Auxiliary(Net):
-    """A head and a weight that training alone uses, of what a block in the middle gave."""
+    """Network with a head and a weight that are used only in training, on the middle block's output."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__(dropout)
         self.head, self.factor = nn.Linear(DIM, 1), nn.Parameter(torch.full((), 0.3))
 
     def forward(self, x: Tensor) -> Tensor:
-        first = x = self.entry(x)
+        first = x = middle = self.entry(x)
         for i, block in enumerate(self.blocks):
             x = block(x)
-            middle = x if i == 1 else first
+            middle = x if i == 1 else middle
         x = self.out(x)
         return x + self.factor * self.head(middle) + first.mean() if self.training else x
 
 
 class AddedLoss(torch.autograd.Function):
-    """Shows in the backward alone."""
+    """Identity whose backward also sends a gradient of 1 to a loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -339,7 +339,7 @@ class AddedLoss(torch.autograd.Function):
 
 
 class WithLoss(Net):
-    """A loss that only the backward sees."""
+    """Network with an additional loss that affects only the backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.entry(x)
@@ -353,6 +353,6 @@ EXACT = (
     Net, Between, Tied, Asking, Masked, Noted, Added, Frozen, Flagged, Hooked, Normalised, Halving,
     Checkpointed, Noisy, PartlyFrozen, Initialised,
 )  # fmt: skip
-"""Their pipelines train to the last bit as one process does."""
+"""Networks whose pipelines equal one process bit for bit."""
 ROUNDED = (Told, Skipping, Ladder, InPlaceSkips, Auxiliary, WithLoss)
-"""The same but for the order in which gradients may be added."""
+"""Networks whose pipelines equal one process up to the order in which gradients are added."""

@@ -1,4 +1,4 @@
-"""Models of other libraries are cut in one line, and train in a pipeline as their own forwards say."""
+"""Models of other libraries are cut in one line, and train in a pipeline as in one process."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in MODELS])
 def test_trains_as_a_single_process_does(name: str) -> None:
-    """With dropout where it has any; and its layers give what it gives, of other shapes than those of the example too.
+    """Stages train to the weights of one process, with dropout where the model has any.
 
-    So do a copy, and one that was pickled.
+    The layers of the model, of a copy and of a pickled copy give the model's output, also for longer sequences.
     """
     torch.manual_seed(0)
     model = MODELS[name]()
@@ -40,7 +40,7 @@ def test_trains_as_a_single_process_does(name: str) -> None:
     if not hasattr(getattr(model, "config", None), "use_cache"):
         kwargs.pop("use_cache", None)
     copies = [model.eval(), copy.deepcopy(model)]
-    if name != "lora":  # whose forward is a closure
+    if name != "lora":  # its forward is a closure, which cannot be pickled
         copies.append(pickle.loads(pickle.dumps(model)))
     with torch.no_grad():
         expected = list(tensors_of(model(*args, **kwargs)))

@@ -1,4 +1,4 @@
-"""Forwards of all sorts train in a pipeline, each stage of which runs them, as they do in one process."""
+"""A pipeline whose stages run the model's own forward trains as one process does, for many kinds of forwards."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def seed(unit: int) -> None:
 
 
 def stages_of(model: Any, ends: tuple[int, ...] = ()) -> list[OwnForwardStage]:
-    """Stages that end with some units; by default every unit is one."""
+    """Return stages, split before the units with numbers ``ends``; by default, every unit is a stage."""
     own = model.pipeline_layers
     edges = [0, *(ends or range(1, own.num_units)), own.num_units]
     return [OwnForwardStage(model, own, first, end) for first, end in itertools.pairwise(edges)]
 
 
 def in_stages(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """What comes out behind the last stage; every unit begins with random numbers of its own."""
+    """Return the output of the last stage; when a unit begins, torch's generator is seeded with the unit's number."""
     for stage in stages_of(model):
         args, kwargs = (stage.run(args, kwargs, seed),), {}
     return args[0]
 
 
 def as_a_whole(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The same of the model's forward."""
+    """Return the output of the model's own forward, with the same seeds."""
     with entering_units(model, seed):
         return model(*args, **kwargs)
 
@@ -54,7 +54,7 @@ def gradients(model: nn.Module, output: Tensor) -> dict[str, Tensor]:
 
 
 def assert_same(model: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Outputs and gradients of stages are those of the model's own forward; the model stays as it is."""
+    """Compare outputs and gradients of stages with those of the model's own forward, on copies of the model."""
     whole, other = copy.deepcopy(model), copy.deepcopy(model)
     expected, found = as_a_whole(whole, *args, **kwargs), in_stages(other, *args, **kwargs)
     assert torch.equal(expected, found)
@@ -73,7 +73,7 @@ def test_trains_as_a_single_process_does(kind: type[Net]) -> None:
 
 @pytest.mark.parametrize("name", HOME_MADE)
 def test_models_of_ones_own_train_as_a_single_process_does(name: str) -> None:
-    """Without an example; cut between the layers that their makers would name."""
+    """Without an example, models are cut between the layers that their authors would name."""
     make, batch, expected = HOME_MADE[name]
     torch.manual_seed(0)
     model = pipelined(make())
@@ -85,7 +85,7 @@ def test_models_of_ones_own_train_as_a_single_process_does(name: str) -> None:
 
 @pytest.mark.parametrize("kind", [*EXACT, *ROUNDED])
 def test_stages_give_what_forward_gives(kind: type[Net]) -> None:
-    """In both modes, and of a longer batch than the example, too."""
+    """Stages give the output of the model's own forward in both modes, also for longer sequences than the example's."""
     torch.manual_seed(0)
     model = pipelined(kind(0.2), (torch.randn(SHAPE),))
     for training, shape in itertools.product((True, False), (SHAPE, LONG)):
@@ -93,7 +93,7 @@ def test_stages_give_what_forward_gives(kind: type[Net]) -> None:
 
 
 class Masking(Net):
-    """Changes an argument in place, and uses it once more."""
+    """Network that changes an argument in place and uses it again."""
 
     def forward(self, x: Tensor) -> Tensor:
         x.add_(1)
@@ -101,7 +101,7 @@ class Masking(Net):
 
 
 def test_an_argument_that_is_changed_in_place() -> None:
-    """Later stages get it as it was."""
+    """Later stages get an argument as it was before the forward changed it in place."""
     x = torch.randn(SHAPE)
     model = pipelined(Masking(), (x,))
     assert torch.equal(in_stages(model, x.clone()), model(x.clone()))
@@ -120,7 +120,7 @@ def test_where_it_may_be_cut() -> None:
     ("kind", "most"), [(Net, 1), (nets.Added, 1), (nets.Frozen, 1), (nets.Skipping, 2), (nets.Ladder, 3)]
 )
 def test_nothing_travels_that_nobody_needs(kind: type[Net], most: int) -> None:
-    """Neither what the model is called with where its values are not needed, nor other results of blocks."""
+    """Stages send neither arguments whose values are not needed later, nor outputs of blocks that are not needed."""
     model, carried = pipelined(kind(), (torch.randn(SHAPE),)), torch.randn(5, 3, DIM)
     crossing = []
     for stage in stages_of(model)[:-1]:
@@ -131,7 +131,7 @@ def test_nothing_travels_that_nobody_needs(kind: type[Net], most: int) -> None:
 
 @pytest.mark.parametrize("kind", [nets.Asking, nets.Normalised])
 def test_dtypes_modes_and_copies(kind: type[Net]) -> None:
-    """A Trainer converts the weights (``precision="bf16-true"``), and switches modes."""
+    """Stages follow changes of dtype and mode, such as those by a Trainer with ``precision="bf16-true"``."""
     x = torch.randn(SHAPE)
     model = pipelined(kind(), (x,))
     for changed in (model.double(), model.eval(), model.bfloat16().train(), model.float()):
@@ -159,7 +159,7 @@ def test_pipelined_leaves_no_trace() -> None:
 
 
 class Switched(Net):
-    """Code behind the blocks that depends on arguments, which may come by position or by name."""
+    """Network whose forward depends on optional arguments, which may be passed by position or by name."""
 
     def forward(self, x: Tensor, twice: bool = False, more: Tensor | None = None, names: Any = ()) -> Tensor:
         x = self.entry(x)
@@ -170,7 +170,7 @@ class Switched(Net):
 
 
 def test_arguments_may_come_or_not_by_position_or_by_name() -> None:
-    """Switches, numbers and strings may differ from the example's."""
+    """Arguments that the example lacks may be passed, in either way; booleans and strings may have any value."""
     x, more = torch.randn(SHAPE), torch.randn(SHAPE)
     model = pipelined(Switched(), (x,))
     for args, kwargs in (((x, True), {"names": ["a", "bcd"]}), ((), {"x": x, "twice": False}), ((x,), {"more": more})):
@@ -179,7 +179,7 @@ def test_arguments_may_come_or_not_by_position_or_by_name() -> None:
 
 
 def test_what_an_example_may_be() -> None:
-    """A tensor is one argument, and not one for each of its rows; others, as a tuple or by name, are above."""
+    """An example may be a list, or a tensor, which is one argument and not one per row; see above for other kinds."""
     x = torch.randn(2, DIM)
     for example in (x, [x, True]):
         assert pipelined(Switched(), example).pipeline_layers.blocks == ("blocks.0", "blocks.1", "blocks.2")
@@ -203,7 +203,7 @@ def test_an_example_that_does_not_fit(example: Any, message: str) -> None:
 
 
 class Deciding(Net):
-    """Decides by values of its small input, which are other ones in the example."""
+    """Network whose output depends on the signs of a small argument, which has other values in the example."""
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:  # type: ignore[override]
         h = self.entry(x)
@@ -219,7 +219,7 @@ def test_values_that_decide_travel(dtype: torch.dtype) -> None:
 
 
 class Padded(nn.Module):
-    """torch packs padding in evaluation, for which it asks the mask."""
+    """Model from whose inputs torch removes padding in evaluation mode, by the values of the mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ def test_padding_in_an_evaluation_without_gradients() -> None:
 
 
 def processor_time(function: Any, rounds: int = 11) -> float:
-    """The median in ms."""
+    """Return the median processor time of a call, in ms."""
     times = []
     for _ in range(rounds):
         start = time.process_time()
@@ -251,7 +251,7 @@ def processor_time(function: Any, rounds: int = 11) -> float:
 
 @pytest.mark.slow
 def test_a_stage_costs_little_more_than_its_blocks() -> None:
-    """Of a small Llama; a block of another stage costs the Python around its call alone."""
+    """In stages of a small Llama, blocks of other stages cost only the Python code around their calls."""
     blocks, each = 32, 4
     torch.manual_seed(0)
     model = pipelined(of_transformers("llama", num_hidden_layers=blocks)).train()

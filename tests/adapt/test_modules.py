@@ -1,6 +1,6 @@
-"""LightningModules that know nothing of pipelines: around a model such as nanoGPT's, and modules that are the network.
+"""All strategies train LightningModules without support for pipelines in the same way.
 
-The latter have layers in their attributes, and steps that call ``self(...)``. All strategies train them alike.
+A module wraps a model such as nanoGPT's, or is the network: its layers are attributes, its steps call ``self(...)``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EMULATED = {"stages": 2, "microbatches": 4}
 
 
 class Sharing(L.LightningModule):
-    """Its steps share one."""
+    """LightningModule whose training and validation steps share a method."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.share(batch, "loss")
@@ -55,7 +55,7 @@ class Sharing(L.LightningModule):
 
 
 class Classifier(Sharing):
-    """As in Lightning's first examples, with a parameter, a buffer and a number of its own."""
+    """Network as in Lightning's first examples, with a parameter, a buffer and a number besides its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Classifier(Sharing):
 
 
 class Plain(Classifier):
-    """Without anything of its own: once it is cut, a single attribute may be what is on another stage."""
+    """Network whose only parameters are in two layers; after the cut, one of them is on another stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Plain(Classifier):
         self.first.eval()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Reads the mode of a layer that was set before the training."""
+        """Return an output that depends on the mode of a layer, which was set before the training."""
         return self.last(self.first(x).tanh()) * (2.0 if self.first.training else 1.0)
 
     def configure_callbacks(self) -> Any:
@@ -91,7 +91,7 @@ class Plain(Classifier):
 
 
 class LitGPT(Sharing):
-    """Around a model whose forward computes the loss."""
+    """LightningModule around a model whose forward computes the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class LitGPT(Sharing):
 def fit(
     processes: int, kind: type[Sharing], saved: str = "", resumed: str | None = None, epochs: int = 1
 ) -> tuple[dict[str, Any], float]:
-    """Weights, of this stage in a pipeline or else of all, and the last validation loss."""
+    """Train, and return the weights (in a pipeline, only this stage's) and the last validation loss."""
     L.seed_everything(1, verbose=False)
     module = kind()
     strategy: Any = AsyncPipelineStrategy(microbatches=4) if processes else DelayedGradientStrategy(**EMULATED)
@@ -127,7 +127,7 @@ def fit(
 
 
 def test_a_pipeline_trains_a_network_as_one_process_does(pools: Pools, tmp_path: Path) -> None:
-    """A checkpoint has its own names, and one process goes on from it."""
+    """A pipeline's checkpoint has the names of the module's ``state_dict``, and one process can resume from it."""
     expected, loss = fit(0, Classifier, epochs=2)
     results = pools.run(2, fit, 2, Classifier, str(tmp_path / "half.ckpt"))
     assert_equal_weights(joined_parts([weights for weights, _ in results]), fit(0, Classifier)[0])
@@ -144,7 +144,7 @@ def test_once_cut_it_is_the_network_still_and_its_averages_are_cut_with_it(pools
 
 
 def loop() -> dict[str, Any]:
-    """The training of nanoGPT's model in Fabric, with all stages in this process."""
+    """Train nanoGPT's model in Fabric with all stages in this process, and return its weights."""
     strategy: Any = fabric.DelayedGradientStrategy(**EMULATED)  # type: ignore[arg-type]
     run = L.Fabric(strategy=strategy, accelerator="cpu", devices=1)
     run.launch()
@@ -160,7 +160,7 @@ def loop() -> dict[str, Any]:
 
 
 def test_every_strategy_trains_nano_gpt_alike(pools: Pools) -> None:
-    """Over processes, whose rank 0 has the last stage, and in one; the tied weight has the first of its names."""
+    """Two processes (rank 0 is the last stage) and one process agree; the tied weight has the first of its names."""
     expected, _ = fit(0, LitGPT)
     last, first = (weights for weights, _ in pools.run(2, fit, 2, LitGPT))
     assert (last.pop("transformer.wte.weight") == first["transformer.wte.weight"]).all()

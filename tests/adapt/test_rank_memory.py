@@ -1,4 +1,4 @@
-"""Ranks that cut the same saved model share its weights: none has a copy of its own until it changes them."""
+"""Ranks that cut the same saved model share the memory of its weights until they change them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lightning_asyncpp.core.cut.cutting import cut
 
 
 def own_memory() -> float:
-    """MiB that this process shares with no other one, and that no file holds."""
+    """Return the size, in MiB, of this process's memory that neither another process nor a file shares."""
     gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what is free counts as free
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # return freed memory to the system
     lines = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:")) / 1024
 
@@ -25,7 +25,7 @@ def own_memory() -> float:
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_rank_has_no_copy_of_the_weights(tmp_path: Path) -> None:
-    """Of a model with too many of them to compare gradients."""
+    """A rank copies no weights, even of a model that is too large to compute the gradients of all of them."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=16000, hidden_size=512, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=8

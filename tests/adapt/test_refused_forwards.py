@@ -1,4 +1,4 @@
-"""Forwards that no pipeline can run, each refused with what is in the way; what the example cannot show is checked."""
+"""Forwards that no pipeline can run are refused with the reason; ``check_model`` finds what the example hides."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class KeepingBlock(Block):
 
 
 class Collecting(Net):
-    """Reads what its blocks leave behind."""
+    """Network that reads attributes that its blocks set."""
 
     block = KeepingBlock
 
@@ -31,7 +31,7 @@ class Collecting(Net):
 
 
 class Shuffling(Net):
-    """Draws from Python's global generator on either side of a block."""
+    """Network that draws from Python's global generator before and after blocks."""
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -40,7 +40,7 @@ class Shuffling(Net):
 
 
 class Overwriting(Net):
-    """Has no gradient, as torch finds what a norm has kept changed."""
+    """Network whose backward fails, because an input that a norm saved is changed in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.entry(x) * 2
@@ -50,7 +50,7 @@ class Overwriting(Net):
 
 
 class Evaluating(Net):
-    """Uses more in evaluation."""
+    """Network that uses the entry's output again, but only in evaluation mode."""
 
     def forward(self, x: Tensor) -> Tensor:
         first = x = self.entry(x)
@@ -101,11 +101,11 @@ def test_what_is_refused(name: str) -> None:
     assert (str(vars(model)), list(model.state_dict())) == (before, names), "it is left as it was"
 
 
-# -- what the example does not show -----------------------------------------------------------------------------------
+# -- values whose use the example does not show -----------------------------------------------------------------------
 
 
 class LongSkip(Net):
-    """What came first is added to long batches alone."""
+    """Network that adds the entry's output only for long sequences."""
 
     def forward(self, x: Tensor) -> Tensor:
         first = x = self.entry(x)
@@ -115,7 +115,7 @@ class LongSkip(Net):
 
 
 class Late(Net):
-    """Leaves out, for long batches, the block whose output the next stage needs."""
+    """Network that leaves out, for long sequences, blocks whose outputs the next stages need."""
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks[: 1 if x.shape[1] > 4 else None]:
@@ -124,7 +124,7 @@ class Late(Net):
 
 
 def test_the_check_finds_it() -> None:
-    """Nothing watches in a training; the same, where an example shows it, may be cut."""
+    """Training does not detect a skip that the example lacks, but ``check_model`` does; a longer example shows it."""
     torch.manual_seed(0)
     long = torch.randn(4, 7, DIM)
     model = pipelined(LongSkip(), (torch.randn(SHAPE),))

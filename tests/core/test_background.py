@@ -1,4 +1,4 @@
-"""No thread is inside torch when the interpreter ends: it would abort the process."""
+"""Threads that call torch end before the interpreter does; otherwise they would abort the process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_threads_are_through_before_the_interpreter_ends(tmp_path: Path) -> None
 def test_torch_calls_its_workers_so(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        deadline = time.monotonic() + 30  # a worker calls itself so, once it runs
+        deadline = time.monotonic() + 30  # a worker sets its name when it begins to run
         while background.GLOO_WORKER not in (names := _names_of_threads()) and time.monotonic() < deadline:
             time.sleep(0.01)
     finally:
@@ -62,6 +62,6 @@ def test_torch_calls_its_workers_so(tmp_path: Path) -> None:
 def _names_of_threads() -> list[str]:
     names = []
     for thread in Path("/proc/self/task").glob("*"):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the thread has ended
             names.append((thread / "comm").read_text().strip())
     return names

@@ -1,6 +1,6 @@
-"""The engine computes what the oracle computes, bitwise in fp32, whatever the pipeline looks like.
+"""The engine computes the same as the oracle, bitwise in fp32, with any pipeline.
 
-All stages run in this process: the same engine as over processes (tests/core/test_processes.py), without their ranks.
+All stages run in this process, with the engine that tests/core/test_processes.py runs on several ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
 ALONE = Mesh(1, 1, 0)
 BATCH_SIZES = (
     (9, 9, 9, 9, 4),  # a partial last batch
-    (7, 1, 5, 7, 2),  # batches smaller than microbatches
+    (7, 1, 5, 7, 2),  # batches with fewer samples than microbatches
     (6, 6, 6, 0, 6),  # a batch without samples
     (5,),  # a run that ends before the first update is due
 )
@@ -59,7 +59,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 
 
 def check(num_stages: int, case: Case) -> dict[str, Any]:
-    """Compare a run with the oracle's; returns the run's result."""
+    """Check that a run's weights and losses are the oracle's; return the run's results."""
     result = run_local(case, num_stages)
     weights, losses = run_oracle(case, num_stages)
     assert_same_weights([result], weights)
@@ -89,7 +89,7 @@ def asynchronous(num_stages: int) -> list[tuple[int, Case]]:
 
 
 def with_stale_microbatches(num_stages: int) -> list[tuple[int, Case]]:
-    """Every slack about its limits, and drains at any moment."""
+    """Return cases with slacks around their limits, and with drains after different batches."""
     rules: list[tuple[Staleness, Slack]] = [("least", slack) for slack in (0, 1, 2, num_stages - 1, num_stages)]
     rules += [("least", "exact"), ("least", 2 * num_stages + 2)]
     cases = []
@@ -104,7 +104,7 @@ def with_stale_microbatches(num_stages: int) -> list[tuple[int, Case]]:
 
 
 def grid(num_stages: int) -> Iterator[tuple[int, int, int]]:
-    """Every microbatch count with every lookahead."""
+    """Yield all numbers of microbatches from P to 2 P + 1, each with all lookaheads that fit."""
     for microbatches in range(num_stages, 2 * num_stages + 2):
         for lookahead in range(largest_lookahead(num_stages, microbatches, 1) + 1):
             yield num_stages, microbatches, lookahead
@@ -131,14 +131,14 @@ def test_least_staleness(num_stages: int, case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_stages", "microbatches", "lookahead"), [*grid(2), *grid(3)])
 def test_full_grid(num_stages: int, microbatches: int, lookahead: int) -> None:
-    """With every two options."""
+    """Every shape computes the same as the oracle with every pair of values of two options."""
     for row in pairwise(OPTIONS, seed=100 * microbatches + lookahead):
         check(num_stages, make_case(microbatches, lookahead, row))
 
 
 @pytest.mark.parametrize("seed", [pytest.param(k, marks=[] if k < 33 else pytest.mark.slow) for k in range(400)])
 def test_random_case(seed: int) -> None:
-    """Any layers, cuts and options together, with drains, evaluations and resumes wherever they fall."""
+    """The engine equals the oracle with random layers, cuts and options, and random drains, evaluations and resumes."""
     num_stages, case = draw(seed)
     check(num_stages, replace(case, data_parallel_size=1))
 
@@ -194,7 +194,7 @@ def test_layers_may_stand_anywhere_and_share_anything(name: str) -> None:
 
 
 def test_all_uses_of_a_layer_count() -> None:
-    """The reference itself: against plain backward passes over a whole batch, without a delay."""
+    """Without a delay, the oracle itself gives the weights of plain backwards over whole batches."""
     case = Case(1, delay=0, model=layers("linear", *["same module"] * 3, "as first"), optimizer="counting")
     model = case.make_model()
     optimizer = case.make_base(model.parameters())
@@ -208,7 +208,7 @@ def test_all_uses_of_a_layer_count() -> None:
 
 
 class CountsSometimes(Routed):
-    """Its buffer becomes another one with every update, also where it counted nothing."""
+    """Layer that counts only some microbatches, and replaces its buffer at every update, even if it counted none."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if float(x.detach().sum()) > 3 else x
@@ -247,7 +247,7 @@ def trained(case: Case, num_stages: int, batches: int) -> Training:
 
 
 def test_a_gradient_that_was_left_out_has_no_norm_to_clip_by() -> None:
-    """A run that goes on with stages that step ahead clips by the norm of the newest update."""
+    """A resumed run whose stages step ahead clips by the norm of the newest update that was not skipped."""
     training = trained(Case(3, staleness="least", slack="exact", max_norm=0.5, nan_at=3), 2, 4)
     assert len(training.norms) == 3
     assert training.engine.state_dict()["norm"] == training.norms[-1]
@@ -255,7 +255,7 @@ def test_a_gradient_that_was_left_out_has_no_norm_to_clip_by() -> None:
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_an_evaluation_sees_the_newest_weights(bf16: bool) -> None:
-    """Not the masters, which Error Feedback keeps elsewhere: with them the loss is 3.6 in place of 3.1."""
+    """It does not see the masters, which with Error Feedback are not the weights: their loss is 3.6 instead of 3.1."""
     case = Case(3, bf16=bf16, error_feedback=1.0)
     training, model = trained(case, 2, 4), case.make_model()
     oracles = run_oracle(replace(case, batch_sizes=case.batch_sizes[:4]), 2)[0]
@@ -277,7 +277,7 @@ def test_an_evaluation_draws_the_same_numbers_in_a_resumed_run(num_stages: int |
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_weights_changed_between_batches_are_the_next_ones(bf16: bool) -> None:
-    """In place, or as other memory, as if the optimizer's step had changed them."""
+    """A change in place, or to other memory, has the same effect as a change in the optimizer's step."""
     trained_weights = []
     for in_step in (True, False):
         training = Training(Case(3, delay=0, bf16=bf16, optimizer="counting"), ALONE)
@@ -302,7 +302,7 @@ def test_weights_changed_between_batches_are_the_next_ones(bf16: bool) -> None:
 
 @pytest.mark.parametrize("host_knows", [True, False])
 def test_no_weight_takes_a_nan_of_a_step_ahead(host_knows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where only the device has found it so far."""
+    """This also holds if only the device knows of the NaN so far."""
     known = MiniBatch._is_finite
     if not host_knows:
         monkeypatch.setattr(MiniBatch, "_is_finite", lambda mini_batch: torch.tensor(bool(known(mini_batch))))
@@ -330,7 +330,7 @@ def test_a_dropped_gradient_is_in_no_update() -> None:
 
 
 class Summed(Case):
-    """Its step returns a sum over the samples."""
+    """Case whose step returns a sum over the samples instead of a mean."""
 
     def step(self, call: Any) -> Any:
         mean = super().step(call)
@@ -346,7 +346,7 @@ def test_sums_over_samples_train_as_means(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class WithoutTheFirst(Case):
-    """The optimizer has no parameter of the first layer."""
+    """Case whose optimizer has no parameters of the first layer."""
 
     def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         return super().make_optimizer([(name, p) for name, p in parameters if not name.startswith("0.")])
@@ -390,7 +390,7 @@ def test_a_weight_without_an_older_version_in_a_checkpoint_is_its_own() -> None:
 
 
 def test_a_batch_costs_what_an_earlier_one_did() -> None:
-    """Calls are counted, not seconds: the count is that of the program, not of the machine."""
+    """The test counts function calls instead of seconds, since their number does not depend on the machine."""
     case = Case(4, batch_sizes=(8,) * 40)
     training = Training(case, ALONE, 3)
     calls: list[int] = []
@@ -410,7 +410,7 @@ def test_a_batch_costs_what_an_earlier_one_did() -> None:
 
 
 def test_the_comparison_can_fail() -> None:
-    """Weights of a run without the delay, or with another order of dropout, are told apart."""
+    """The comparison fails for the weights of a run without the delay, or with another seed of dropout."""
     case = Case(3, dropout=0.2)
     results = [run_local(case, 1)]
     for other in (Case(3, dropout=0.2, delay=0), Case(3, dropout=0.2, seed=6)):

@@ -1,4 +1,4 @@
-"""What stages hold comes to rank 0 whole, whatever travels together on the way."""
+"""Rank 0 gathers the state of all stages unchanged, however tensors are combined into messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.failing import run_ranks
 
 
 def part_of(stage: int) -> dict[str, Any]:
-    """Small and large tensors of several dtypes, one of them twice, some without elements, and what is no tensor."""
+    """Return large and small tensors of several dtypes, one of them twice, one without elements, and a string."""
     generator = torch.Generator().manual_seed(stage)
     large = [torch.randn(size, generator=generator) for size in (300_000, 90, 200_001, 150_000)]
     small = torch.randn(3, 5, generator=generator).t()

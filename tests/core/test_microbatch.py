@@ -1,4 +1,4 @@
-"""Cutting batches, weighing the pieces, telling two batches apart, and joining what a step returned for the pieces."""
+"""Batches are cut into weighted microbatches and told apart by fingerprints; results of microbatches are merged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Sample:
 
 @given(st.integers(1, 40), st.integers(1, 12))
 def test_slots_are_those_of_tensor_split(samples: int, parts: int) -> None:
-    """Nine samples make eight slots; ``chunk`` would make five. Lists are cut at the same places."""
+    """With eight parts, nine samples fill eight slots; ``chunk`` would fill five. Lists are cut at the same places."""
     x = torch.arange(samples)
     expected = [piece.tolist() if piece.numel() else None for piece in torch.tensor_split(x, parts)]
     assert [None if slot is None else slot.tolist() for slot in split_batch(x, parts)] == expected
@@ -72,11 +72,11 @@ def test_batches_that_cannot_be_cut(batch: Any, message: str) -> None:
         split_batch(batch, 2)
 
 
-# -- leaves that are no tensors -----------------------------------------------------------------------------------
+# -- leaves that are not tensors ----------------------------------------------------------------------------------
 
 
 def cut(field: Any, samples: int = 5, parts: int = 2) -> list[Any]:
-    """What the slots hold of a field that lies beside a tensor."""
+    """Return the pieces, by slot, of a field that is in a batch beside a tensor."""
     return [slot["field"] for slot in split_batch({"x": torch.zeros(samples, 2), "field": field}, parts) if slot]
 
 
@@ -150,7 +150,7 @@ def test_what_is_no_weight_is_refused(weight: Any) -> None:
 
 
 def moved() -> tuple[HostBatch, dict[str, Any], dict[str, Any]]:
-    """A batch, its copy, and who knows of both."""
+    """Return a record of a copied batch, the batch, and its copy."""
     batch = {"x": torch.arange(6.0), "names": ["a", "b"]}
     copy = map_tensors(Tensor.clone, batch)
     known = HostBatch()
@@ -160,7 +160,7 @@ def moved() -> tuple[HostBatch, dict[str, Any], dict[str, Any]]:
 
 def test_the_host_s_tensors_stand_in_for_their_copies() -> None:
     known, batch, copy = moved()
-    copy["names"] = ["c", "d"]  # what is no tensor is as it is now
+    copy["names"] = ["c", "d"]  # values other than tensors are those of the copy
     found = known.of(copy)
     assert found["x"] is batch["x"]
     assert found["names"] == ["c", "d"]
@@ -194,7 +194,7 @@ def tensor(*values: float) -> Tensor:
 
 
 THING = object()
-MERGED: dict[str, tuple[list[Any], Any]] = {  # results of two microbatches that weigh 3 and 1, and of both
+MERGED: dict[str, tuple[list[Any], Any]] = {  # results of microbatches of weights 3 and 1, and their merge
     "rows": ([tensor(1, 2), tensor(3)], tensor(1, 2, 3)),
     "no dimensions": ([torch.tensor(1.0), torch.tensor(5.0)], torch.tensor(2.0)),
     "arrays": ([np.arange(2), np.arange(1)], np.array([0, 1, 0])),

@@ -1,4 +1,4 @@
-"""The call of the model in the user's step: captured, redirected, and put back whatever happens."""
+"""The call of the model in the user's step is captured or redirected, and undone however the step ends."""
 
 from __future__ import annotations
 

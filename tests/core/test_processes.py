@@ -1,4 +1,4 @@
-"""Over processes the engine computes what the oracle computes; replicas to rounding, and all with the same bits."""
+"""In processes the engine equals the oracle bitwise; replicas equal it up to rounding, and each other bitwise."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.helpers.pool import EnginePools
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
 
-# The oracle adds all microbatches in one order; replicas add their own and then each other's. The sums differ in the
-# last bits, about 1e-7 relative, and adamw divides by the gradient's own size, so that an element whose terms nearly
+# The oracle adds all microbatches in one order; each replica adds its own, then replicas add their sums. So sums differ
+# in the last bits, by about 1e-7 relative. adamw divides by the gradient's size; so an element whose terms nearly
 # cancel moves by up to lr * 1e-7 * (size of the terms / size of the sum) more or less per step. Weights are of order 1.
 TOLERANCE = 2e-6
 
@@ -63,7 +63,7 @@ def test_stages_in_processes_equal_the_oracle(engine_pools: EnginePools, name: s
     assert_same_statistics(results)
 
 
-# All of them have replicas; those without are in core/test_engine.py.
+# All of these cases have replicas; core/test_engine.py runs the random cases with one replica.
 WITH_REPLICAS = (5, 6, 13, 14, 23, 28, 29, 30, 32, 36, 37, 42, 45, 46, 49, 52, 55)
 
 
@@ -75,7 +75,7 @@ def test_random_case(engine_pools: EnginePools, seed: int) -> None:
 REPLICAS = {
     "partial-batches": Case(4, batch_sizes=(9, 9, 5, 2), unequal_weights=True, scheduler=True),
     "error-feedback": Case(3, error_feedback=1.0, optimizer="counting", accumulate=2, max_norm=0.5),
-    "sometimes-unused": Case(3, spare=True),  # adamw decays what has a gradient, be it zero
+    "sometimes-unused": Case(3, spare=True),  # adamw decays parameters that have a gradient, even a zero one
     "skipped-step": Case(3, nan_at=2),
     "tied": Case(3, tied=True, unequal_weights=True, max_norm=0.5, drains=(1,)),
     "least": Case(3, staleness="least", lookahead=0, unequal_weights=True, max_norm=0.5, drains=(1,), accumulate=2),
@@ -98,7 +98,7 @@ def test_two_replicas_equal_the_oracle_to_rounding(engine_pools: EnginePools, na
 
 
 def check_replicas(results: list[dict[str, Any]], expected: dict[str, Any], tolerance: float) -> None:
-    """Replicas and copies of shared weights have the same bits, and those of the oracle but for rounding."""
+    """Check that replicas and copies of shared weights are bitwise equal, and equal the oracle up to ``tolerance``."""
     first, second = weights_of(results, 0), weights_of(results, 1)
     assert sorted(first) == sorted(expected)
     assert all(np.array_equal(first[name], second[name]) for name in first)
@@ -109,7 +109,7 @@ def check_replicas(results: list[dict[str, Any]], expected: dict[str, Any], tole
 
 
 def test_three_stages_and_two_replicas_share_a_weight(engine_pools: EnginePools) -> None:
-    """To rounding: replicas add a stage's uses before they reduce."""
+    """The weights equal the oracle's up to rounding, since replicas add a stage's uses before the reduction."""
     case = Case(3, model=SHARED_BY_ALL, cut=(2, 2, 3), data_parallel_size=2, max_norm=0.3, optimizer="counting")
     check_replicas(engine_pools.run(case, 3), run_oracle(case)[0], 1e-5)
 
@@ -120,7 +120,7 @@ def test_three_stages_and_two_replicas_share_a_weight(engine_pools: EnginePools)
     ids=["g + g over w + w is g over w", "layers draw their own numbers", "user code draws its own numbers"],
 )
 def test_equal_batches_on_both_replicas(engine_pools: EnginePools, options: dict[str, Any], alike: bool) -> None:
-    """They give the run of one, exactly, unless something is random."""
+    """Two replicas with equal batches give bitwise the weights of one replica, unless random numbers are drawn."""
     one = Case(3, same_data=True, **options)
     alone = weights_of(engine_pools.run(one, 2))
     together = weights_of(engine_pools.run(replace(one, data_parallel_size=2), 2))

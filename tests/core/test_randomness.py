@@ -1,4 +1,4 @@
-"""Random numbers come from what is computed; the process's own stream goes on as if nothing had been computed."""
+"""Random numbers depend only on what is computed, and the state of the process's own generator does not change."""
 
 from __future__ import annotations
 

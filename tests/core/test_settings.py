@@ -1,4 +1,4 @@
-"""Settings are resolved against the number of processes, and what cannot run is refused with its mend."""
+"""Settings are resolved for a number of processes, and settings that cannot run are refused with a remedy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_refused_settings(arguments: dict[str, Any], world_size: int, message: s
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_the_mend_in_a_message_works(num_stages: int, num_replicas: int) -> None:
+def test_the_fix_in_a_message_works(num_stages: int, num_replicas: int) -> None:
     world_size = num_stages * num_replicas
     for microbatches in range(num_stages, 2 * num_stages + 2):
         for lookahead in range(3 * num_stages + 1):
@@ -42,9 +42,9 @@ def test_the_mend_in_a_message_works(num_stages: int, num_replicas: int) -> None
             fits = lookahead <= largest_lookahead(num_stages, microbatches, num_replicas)
             assert (resolved is not None) == fits == (not problems)
             if not fits:
-                mended = int(problems[0].rpartition(">= ")[2])
-                assert PipelineSettings(mended, lookahead, num_replicas).resolve(world_size)[1] == []
-                assert PipelineSettings(mended - 1, lookahead, num_replicas).resolve(world_size)[1]
+                fixed = int(problems[0].rpartition(">= ")[2])
+                assert PipelineSettings(fixed, lookahead, num_replicas).resolve(world_size)[1] == []
+                assert PipelineSettings(fixed - 1, lookahead, num_replicas).resolve(world_size)[1]
 
 
 @pytest.mark.parametrize(
@@ -52,11 +52,11 @@ def test_the_mend_in_a_message_works(num_stages: int, num_replicas: int) -> None
     [
         ({}, 1, 1, 0),
         ({}, 4, 8, 1),
-        ({"microbatches": 4, "data_parallel_size": 2}, 8, 4, 0),  # one is left for the reduction to hide in
+        ({"microbatches": 4, "data_parallel_size": 2}, 8, 4, 0),  # one microbatch is left to overlap with the reduction
         ({"data_parallel_size": 2, "microbatches": 5}, 8, 5, 1),
         ({"delay": 0, "microbatches": 1}, 4, 1, 0),
         ({"microbatches": 8, "lookahead": 3}, 4, 8, 3),
-        ({"microbatches": 8, "staleness": "least"}, 4, 8, 0),  # more would cost freshness
+        ({"microbatches": 8, "staleness": "least"}, 4, 8, 0),  # a larger one would make gradients older
     ],
 )
 def test_defaults(arguments: dict[str, Any], world_size: int, microbatches: int, lookahead: int) -> None:

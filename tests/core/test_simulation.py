@@ -21,14 +21,14 @@ def test_too_few_microbatches_deadlock_instead_of_looping_for_ever() -> None:
 def test_a_message_takes_its_time_between_stages_and_for_the_update() -> None:
     lanes = simulate(schedules(2, 0, 0), mini_batches=1, microbatches=1, hop=0.5)
     spans = [[(str(span.kind.value), span.start) for span in lane] for lane in lanes]
-    # F on stage 0 until 1, half a unit on the way, F and B on stage 1 until 4.5, half a unit, B on stage 0 until 7;
-    # stage 1 hears of the complete gradient half a unit later.
+    # Stage 0 runs F until 1. After a hop of 0.5, stage 1 runs F and B until 4.5. After another hop, stage 0 runs B
+    # until 7. After a third hop, stage 1 knows that the gradient is complete.
     assert spans == [[("F", 0.0), ("B", 5.0), ("U", 7.0)], [("F", 1.5), ("B", 2.5), ("U", 7.5)]]
 
 
 @pytest.mark.parametrize(("slack", "waits"), [(0, 3.0), (1, 0.0), ("exact", 3.0)])
 def test_a_stage_that_steps_ahead_waits_for_its_own_gradient_alone(slack: Slack, waits: float) -> None:
-    """Reductions of three units, as long as a forward and its backward, and hops: what is not hidden is waited for."""
+    """A reduction takes three units, as a forward and its backward do; the stage waits for what is not hidden."""
     least = [replace(s, staleness="least", slack=slack, pipeline_rule=StalenessRule(1, 1)) for s in schedules(2, 0, 1)]
     plain, lanes = (simulate(least, 8, 6, reduction=reduction) for reduction in (0.0, 3.0))
     lengths = [steady_utilisation(some, 6, 3, 6)[0] for some in (plain, lanes)]

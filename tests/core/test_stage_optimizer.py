@@ -1,4 +1,4 @@
-"""A stage's part of an optimizer; how it is saved and goes on is in test_processes.py."""
+"""A stage's optimizer steps with earlier hyperparameters; test_processes.py tests how it is saved and resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work on many tensors gives what work on each gives; copies on the host come in pieces and in order."""
+"""Norms of many tensors equal those of each; pieces on the host are in order; a message waits for its host copy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_pieces_hold_all_elements_in_order() -> None:
 
 
 class LateCopy(HostCopy):
-    """One that takes a while, as from a GPU; until then the copy holds something else."""
+    """Copy that completes late, as from a GPU; its tensor holds NaN until :meth:`wait` returns."""
 
     def __init__(self, value: float) -> None:
         super().__init__(torch.full((4,), float("nan")))
@@ -49,7 +49,7 @@ class LateCopy(HostCopy):
 
 
 def exchanged(mesh: Mesh) -> list[float]:
-    """Two copies that arrive the other way round than they were sent; each has a tag of its own."""
+    """Send two copies with different tags, which complete in reverse order; return the values that rank 1 receives."""
     if mesh.rank == 0:
         copies = LateCopy(1.0), LateCopy(2.0)
         works = [mesh.send(copy, 1, tag) for copy, tag in zip(copies, (100, 200))]

@@ -1,4 +1,4 @@
-"""Spans on the host and on a device, their readers, and how they add up."""
+"""Spans on a device have the right times, readers start and end the recording, and seconds by kind add up."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def test_a_span_lasts_as_long_as_the_device_works(device: FakeDevice) -> None:
     for k in range(3):
         with trace.span(Kind.FORWARD, k, version=2, num_bytes=5):
             device.launch(0.010)
-            device.sleep(0.001)  # of the host
+            device.sleep(0.001)  # on the host
     assert reader.take() == []
     device.sleep(0.018)
-    first, second = reader.take()  # the third is still under way
+    first, second = reader.take()  # the third is still running
     device.sleep(1.0)
     (third,) = reader.take()
     for k, span in enumerate((first, second, third)):
@@ -70,7 +70,7 @@ def test_a_wait_lasts_as_long_as_the_device_has_nothing_to_do(device: FakeDevice
 
 
 def test_clocks_that_drift_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fifty millionths in an hour are 180 ms, and 24 bits of so many milliseconds a quarter of one."""
+    """In an hour, a drift of 50e-6 adds up to 180 ms, and 24 bits resolve so many milliseconds to a quarter of one."""
     device = FakeDevice(drift=50e-6)
     monkeypatch.setattr(module, "time", device)
     trace = traced(device)
@@ -115,7 +115,7 @@ times = st.floats(0, 10, allow_nan=False)
 
 @given(st.lists(st.tuples(kinds, times, times), max_size=30))
 def test_seconds_always_add_up(spans: list[tuple[SpanKind, float, float]]) -> None:
-    """However spans lie in each other and over the edges."""
+    """The seconds add up to the whole time, however spans overlap each other and the edges."""
     seconds = seconds_by_kind([Span(kind, 0, min(a, b), max(a, b)) for kind, a, b in spans], 2.0, 7.0)
     assert sum(seconds.values()) == pytest.approx(5.0)
     assert all(value >= 0 for value in seconds.values())

@@ -1,4 +1,4 @@
-"""Two weight versions: which is alive, where gradients go, and what the optimizer steps on."""
+"""Only the newest versions are alive, all of them move to the host, and the newest adopts changes of parameters."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def test_only_the_newest_two_are_alive() -> None:
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_at_the_end_all_versions_come_to_the_host(dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would keep their memory of the GPU; the parameters, which came there before, stay the newest version."""
+    """Otherwise they would keep GPU memory. Without masters the parameters, moved before, stay the newest version."""
     parameter = nn.Parameter(torch.tensor([1.0]))
     weights = WeightVersions({"w": parameter}, 2, uses={"u": "w"}, compute_dtype=dtype)
     weights.advance()
     with around_step(None, None, weights.copies_of_masters()), torch.no_grad():
         parameter.fill_(2.0)
     on_device = {leaf.data_ptr() for version in (0, 1) for leaf in weights.leaves(version).values()}
-    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # as if it were on a device
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # as if the tensor were on a device
     parameter.data = parameter.data.clone()  # as Lightning moves the module
     weights.to_host()
     after = [leaf for version in (0, 1) for leaf in weights.leaves(version).values()]
@@ -53,7 +53,7 @@ def test_at_the_end_all_versions_come_to_the_host(dtype: torch.dtype | None, mon
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_what_a_hook_changes_is_in_the_newest_version_alone(dtype: torch.dtype | None) -> None:
-    """Also where the parameter has other memory since."""
+    """This also holds if the parameter's data was replaced."""
     parameter = nn.Parameter(torch.tensor([1.0]))
     weights = WeightVersions({"w": parameter}, 2, compute_dtype=dtype)
     weights.advance()

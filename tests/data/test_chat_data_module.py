@@ -1,4 +1,4 @@
-"""Conversations: what is a target, padding, order, what is left out, and mistakes with file and line."""
+"""Chat data has the right targets, padding and order, leaves out long conversations, and names lines with errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make(folder: Path, rows: list[Any], template: str | None = TEMPLATE, **argum
 
 
 def texts(batch: dict[str, torch.Tensor], row: int = 0) -> tuple[str, str]:
-    """The text of a conversation, and that of its targets."""
+    """Return the text of a conversation and the text of its targets."""
     tokens, labels = batch["input_ids"][row], batch["labels"][row]
     assert torch.equal(labels[labels != -100], tokens[labels != -100])
     kept = tokens[batch["attention_mask"][row] == 1]
@@ -93,7 +93,7 @@ def test_batches_are_padded_to_their_longest_and_ordered_by_seed_and_epoch(tmp_p
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_goes_on_where_another_one_was(tmp_path: Path, workers: int) -> None:
-    """Behind what was given out, whatever workers had read ahead; the next epoch is whole."""
+    """A resumed loader continues after the last returned batch, whatever workers prefetched; later epochs are whole."""
 
     def loader() -> Any:
         return make(tmp_path, rows_of(22), batch_size=3, shuffle=True, num_workers=workers).train_dataloader()
@@ -112,7 +112,7 @@ def test_a_loader_goes_on_where_another_one_was(tmp_path: Path, workers: int) ->
 def test_a_share_is_kept_for_validation_and_what_is_long_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By content: what is in the training data twice is not validated on."""
+    """Rows are split by their content, so that equal rows are never in both splits."""
     rows, long = rows_of(40), {"prompt": "x" * 90, "response": "y" * 90}
     with caplog.at_level("INFO"):
         data = make(tmp_path, [*rows, rows[0], long], val_fraction=0.3)

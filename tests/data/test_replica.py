@@ -1,4 +1,4 @@
-"""Stages of one replica read the same batches, replicas read different ones: checked with real processes."""
+"""Stages of one replica read the same batches, and replicas read different ones, also in real processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def text_module(folder: Path, replica: int, replicas: int, num_workers: int = 0,
 
 
 def read(folder: Path) -> tuple[list[Any], tuple[int, int, int]]:
-    """The epochs of this rank, and the numbers of its batches."""
+    """Return the epochs of this rank, the lengths of its two loaders, and the number of validation batches."""
     data = text_module(folder, dist.get_rank() // 2, 2)
     loader, val_loader = data.train_dataloader(), data.val_dataloader()
     epochs = [torch.cat(list(loader)).tolist() for _ in range(EPOCHS)]
@@ -36,7 +36,7 @@ def read(folder: Path) -> tuple[list[Any], tuple[int, int, int]]:
 
 
 def test_two_stages_of_two_replicas(pools: Pools, text_folder: Path) -> None:
-    ready(text_folder)  # prepared before, as by the launcher's first process
+    ready(text_folder)  # prepared in advance, as the launcher's first process does
     epochs, lengths = zip(*pools.run(4, read, text_folder))
     assert len(set(lengths)) == 1
     train_length, val_length, val_batches = lengths[0]
@@ -71,7 +71,7 @@ def test_existing_loader_and_combination(text_folder: Path, monkeypatch: pytest.
 def test_resumes_in_the_middle_of_an_epoch(
     text_folder: Path, num_workers: int, remote: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")  # two stages of two replicas; litdata would see four shares
+    monkeypatch.setenv("WORLD_SIZE", "4")  # two stages of two replicas; litdata by itself would divide the data by four
     ready(text_folder)
     folder = prepared_folder(text_folder) / "train"
 
@@ -82,7 +82,7 @@ def test_resumes_in_the_middle_of_an_epoch(
     whole = loader("one")
     expected = [batch for _ in range(2) for batch in whole]
     state = None
-    for part in range(2):  # the second interruption is of a run that was itself resumed
+    for part in range(2):  # the second interrupted run was itself resumed
         interrupted = loader("one")
         if state is not None:
             interrupted.load_state_dict(state)
@@ -98,7 +98,7 @@ def test_resumes_in_the_middle_of_an_epoch(
 
 
 def test_incomplete_batches_with_several_replicas(text_folder: Path) -> None:
-    """They are left out whatever was asked for: all replicas have the same number of batches."""
+    """Incomplete batches are left out even with ``drop_last=False``, so that all replicas have equally many batches."""
     loaders = [text_module(text_folder, rank, 2, rank, drop_last=False).train_dataloader() for rank in range(2)]
     assert len({len(list(loader)) for loader in loaders}) == 1
 

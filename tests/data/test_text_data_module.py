@@ -42,7 +42,7 @@ def test_text_comes_back_split_by_file(text_folder: Path) -> None:
         written = b"".join(file.path.read_bytes() + b"\0" for file in files)
         assert written.startswith(read)
         assert len(written) - len(read) < 4 * 33
-    assert sum(len(batch) for batch in data.val_dataloader()) == len(written) // 33  # the incomplete batch stays
+    assert sum(len(batch) for batch in data.val_dataloader()) == len(written) // 33  # the incomplete batch is kept
 
 
 def test_epochs_differ_and_repeat_with_the_seed(text_folder: Path) -> None:
@@ -70,7 +70,7 @@ def test_bpe_is_trained_on_the_training_files_and_kept(text_folder: Path) -> Non
 
 
 def test_the_contents_of_the_text_name_the_prepared_folder(text_folder: Path) -> None:
-    """And neither times nor places: folders called the same with files of the same sizes and times hold other text."""
+    """Times and paths do not matter; other text gets another folder, even if names, sizes and times are equal."""
     ready(text_folder)
     first = prepared_folder(text_folder)
     before = (first / "metadata.json").stat().st_mtime_ns
@@ -163,7 +163,7 @@ def test_a_chunk_outside_of_its_folder_is_neither_read_nor_written(text_folder: 
     assert not [path for path in text_folder.parent.rglob("outside.bin") if path.parent != text_folder.parent]
 
 
-# -- which files are read, and for what -------------------------------------------------------------------------------
+# -- which files are read, and how they are split ---------------------------------------------------------------------
 
 
 def test_split_is_by_file_and_stable(text_folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tokenizers: text there and back, written down, read again, and in the form that transformers loads."""
+"""Tokenizers decode what they encode, can be saved and loaded again, and can be loaded by transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def random_text(generator: random.Random) -> str:
 
 
 def test_bytes_here_and_in_a_tokenizer_json() -> None:
-    """The same ids for any text; byte 0 ends a document, and the letter that stands for it in GPT-2 does not."""
+    """ByteTokenizer and its tokenizer.json give equal ids; byte 0 ends documents, GPT-2's character for it does not."""
     tokenizer = ByteTokenizer()
     backend = Backend.from_str(tokenizer.backend.to_str())
     generator = random.Random(0)
@@ -74,7 +74,7 @@ def test_the_end_of_a_published_tokenizer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model_type", ["llama", "glm4_moe"])
 def test_transformers_loads_it_beside_any_model(model_type: str, tmp_path: Path) -> None:
-    """It would take the model's usual tokenizer for one that does not say otherwise."""
+    """Files of a tokenizer name their class; without it, transformers would use the usual class of the model."""
     transformers: Any = pytest.importorskip("transformers")
     for tokenizer in (Tokenizer.train([TEXT * 9], 300), ByteTokenizer()):
         for name, content in tokenizer.files(64).items():

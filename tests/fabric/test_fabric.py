@@ -1,4 +1,4 @@
-"""A Fabric loop trains to the oracle's weights, bitwise in fp32: all stages in this process, and over processes."""
+"""Fabric loops train to the oracle's weights, bitwise in fp32, with all stages in this process and over processes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_weights_are_the_oracles(name: str) -> None:
 
 @pytest.mark.parametrize("name", OVER_PROCESSES)
 def test_processes_come_to_them(pools: Pools, name: str) -> None:
-    """All stages are drained for an evaluation within a mini-batch, also the last, which has nothing in flight."""
+    """An evaluation within a mini-batch drains all stages, including the last one, which has nothing in flight."""
     case = CASES[name]
     results = pools.run(3, partial(train, evaluates_each=case.accumulate > 1, at_once=case.routed), case, (1, 2))
     assert_same_weights(results, run_oracle(case)[0])
@@ -92,7 +92,7 @@ def test_lower_precision_does_not_depend_on_the_number_of_stages(pools: Pools, p
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_evaluation_sees_the_newest_weights(tied: bool) -> None:
-    """Also those of the copy of a parameter of two stages."""
+    """Evaluation uses the newest weights, also for both copies of a parameter that two stages share."""
     run = Run(Case(4, dropout=0.3, tied=tied), stages=2)
     for t in range(5):
         run.train(t, t + 1)
@@ -122,7 +122,7 @@ def test_a_loaded_run_goes_on_as_the_uninterrupted_one(
 
 
 def test_processes_go_on_as_other_processes(pools: Pools, tmp_path: Path) -> None:
-    """From parts that were written while training went on."""
+    """Three processes resume from a sharded checkpoint that two processes wrote in the background."""
     path, case = str(tmp_path / "run.ckpt"), replace(RESUMED, tied=True, routed=True, cut="back")  # tied across stages
     expected, saving = run_oracle(case)[0], {"state_dict_type": "sharded", "async_checkpoints": True}
     assert_same_weights(pools.run(2, go_through, case, None, path, 3, (), saving), expected)
@@ -143,7 +143,7 @@ def test_model_and_optimizer_may_be_loaded_one_after_the_other(order: tuple[str,
 
 
 def test_a_model_that_is_loaded_later_leaves_the_run_where_it_is(tmp_path: Path) -> None:
-    """Only right after the optimizer it may be the rest of the same checkpoint."""
+    """Unless it follows the optimizer directly, a loaded model replaces all weight versions and keeps the position."""
     path = str(tmp_path / "run.ckpt")
     go_through(RESUMED, saves=path, at=2, stages=2)
     run = Run(RESUMED, stages=2)
@@ -159,7 +159,7 @@ def test_a_model_that_is_loaded_later_leaves_the_run_where_it_is(tmp_path: Path)
 
 
 def test_many_evaluations_drain_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else each would wait for all stages."""
+    """Only the first of several evaluations drains; otherwise each of them would wait for all stages."""
     run, drained = Run(Case(3), stages=2), []
     drain = run.strategy.session.drain
     monkeypatch.setattr(run.strategy.session, "drain", lambda *args: drained.append(args) or drain(*args))
@@ -171,7 +171,7 @@ def test_many_evaluations_drain_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_copies(run: Run) -> None:
-    """A parameter of both stages is the same on them in every version."""
+    """Drain, and check that a parameter that both stages share is equal on them in every weight version."""
     run.strategy.drain()
     first, last = (part.weights for part in run.strategy.session.running().stages)
     for version in range(max(0, first.newest - first.num_versions + 1), first.newest + 1):
@@ -180,7 +180,7 @@ def check_copies(run: Run) -> None:
 
 @pytest.mark.parametrize("holds", [("model",), ("model", "optimizer", "step")])
 def test_weights_loaded_in_the_middle_are_the_copys_too(tmp_path: Path, holds: tuple[str, ...]) -> None:
-    """Of a checkpoint of the model alone, or of one without the pipeline's entry."""
+    """Both copies get the weights of a checkpoint that has only the model, or lacks the pipeline's entry."""
     run, path = Run(Case(4, tied=True, batch_sizes=(8,) * 9), stages=2), tmp_path / "saved"
     run.train(0, 2)
     run.fabric.save(path, run.state)
@@ -206,7 +206,7 @@ def test_options_of_steps_before_a_load_are_forgotten(tmp_path: Path) -> None:
 
 
 def told_to_end(case: Case, path: str, told: tuple[int, ...], at: int) -> int:
-    """Train until all ranks agreed to end and save; some receive SIGTERM before mini-batch ``at``."""
+    """Train until all ranks agree to stop, save, and return the steps; ranks in ``told`` get SIGTERM at step ``at``."""
     run = Run(case)
     before = signal.signal(signal.SIGTERM, lambda *_: run.strategy.request_stop())
     try:
@@ -221,7 +221,7 @@ def told_to_end(case: Case, path: str, told: tuple[int, ...], at: int) -> int:
 
 
 def test_ranks_that_are_told_to_end_agree_and_resume(pools: Pools, tmp_path: Path) -> None:
-    """SIGTERM on some ranks, at any moment, ends the loop on all of them after the same mini-batch."""
+    """SIGTERM on some ranks, at any moment, ends the loop on all ranks after the same mini-batch."""
     path = str(tmp_path / "told.ckpt")
     steps = pools.run(3, told_to_end, RESUMED, path, (1, 2), 3)
     assert steps in ([4] * 3, [5] * 3, [6] * 3)
@@ -229,7 +229,7 @@ def test_ranks_that_are_told_to_end_agree_and_resume(pools: Pools, tmp_path: Pat
 
 
 def averaged(path: str, resumes: bool) -> dict[str, Any]:
-    """Train with an average, and save after the first half, or begin there; what this rank has of the average."""
+    """Train with an average of weights, save after the first half or resume there; return this rank's part of it."""
     run = Run(Case(microbatches=3))
     average = AveragedModel(run.model.module).requires_grad_(False)
     state = {**run.state, "average": average}
@@ -251,7 +251,7 @@ def test_averages_are_saved_by_all_stages_and_each_gets_its_own(pools: Pools, tm
 
 
 def train_without_a_batch(stages: int, accumulate: int, skip: bool) -> dict[str, np.ndarray]:
-    """A mini-batch is left out of the data (``skip``), or trained and its gradient thrown away."""
+    """Train without mini-batch 3: leave it out of the data (``skip``), or drop its gradient."""
     run = Run(Case(3, delay=0, accumulate=accumulate, batch_sizes=(6,) * 7 * accumulate), stages=stages)
     run.train(stop=3)
     for index in () if skip else run.case.mini_batches[3]:
@@ -267,7 +267,7 @@ def test_zero_grad_in_the_place_of_a_step_leaves_the_batch_out(stages: int, accu
 
 
 def test_the_command_line_still_finds_an_optimizer_by_its_name() -> None:
-    """Fabric gets an optimizer of another class of that name, whose ``zero_grad`` throws gradients away."""
+    """Fabric's optimizer gets a class of that name whose ``zero_grad`` drops gradients, yet the name is unambiguous."""
     run = Run(Case(3), stages=2)
     assert isinstance(run.optimizer.optimizer, torch.optim.AdamW)
     parser = ArgumentParser()
@@ -276,7 +276,7 @@ def test_the_command_line_still_finds_an_optimizer_by_its_name() -> None:
 
 
 def recorded(folder: str) -> None:
-    """Train while it is recorded; afterwards nobody pays for it any more."""
+    """Record a trace of a training, and check that nothing is recorded afterwards."""
     run = Run(Case(microbatches=4, batch_sizes=(8,) * 6))
     with run.strategy.record_trace(folder):
         run.train(evaluate_after=(2,))

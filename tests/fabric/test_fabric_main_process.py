@@ -1,4 +1,4 @@
-"""``fabric.launch(function)`` with processes that are forked: what comes back, and what does not."""
+"""``fabric.launch(function)`` with forked processes returns the result or raises the error, and changes no model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def train(fabric: L.Fabric, model: torch.nn.Module, path: Path, fails: bool) -> 
 
 
 def launched(path: Path, fails: bool) -> None:
-    """The model of this process stays as it was; what was saved loads into it."""
+    """Launch a training, and check that this process's model is unchanged and can load what was saved."""
     fabric = L.Fabric(accelerator="cpu", devices=2, strategy=AsyncPipelineStrategy(start_method="fork"))
     model = make_model()
     trained = fabric.launch(train, model, path, fails)

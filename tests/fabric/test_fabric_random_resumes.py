@@ -1,4 +1,4 @@
-"""Chains of resumes of Fabric loops, drawn at random: the end is the oracle's.
+"""Randomly drawn chains of resumed Fabric loops end with the oracle's weights.
 
 pytest -m slow tests/fabric/test_fabric_random_resumes.py      # 60 chains over processes
 """
@@ -23,24 +23,24 @@ pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler")
 
 
 def check(legs: tuple[Leg, ...], folder: Path, pools: Pools | None = None) -> None:
-    """Weights are the oracle's, losses those of the run that was not interrupted; without pools, in this process."""
+    """Compare weights with the oracle's, and losses with an uninterrupted run's; without pools, run in this process."""
     whole = run(legs[0], None, folder / "0.ckpt", pools)
     delay = legs[0].case.delay
     for number, leg in enumerate(legs[1:], 1):
         results = run(leg, folder / f"{number - 1}.ckpt", folder / f"{number}.ckpt", pools)
         if leg.case.delay == delay:
-            assert repr(results[0]["losses"]) == repr(whole[0]["losses"][-len(results[0]["losses"]) :])  # NaN, too
+            assert repr(results[0]["losses"]) == repr(whole[0]["losses"][-len(results[0]["losses"]) :])  # also for NaN
             assert_same_weights(results, {name: np.asarray(w) for name, w in weights_of(whole).items()})
         else:
             whole, delay = results, leg.case.delay
-    if legs[0].case.bf16:  # Fabric converts what goes into a model and comes out of it
+    if legs[0].case.bf16:  # Fabric converts a model's inputs and outputs
         return
     expected, _ = run_oracle(expected_case(legs), legs[-1].stages)
     assert_same_weights(whole, {name: weight.numpy() for name, weight in expected.items()})
 
 
 def run(leg: Leg, loads: Path | None, saves: Path, pools: Pools | None) -> list[dict[str, Any]]:
-    """Run a leg; all ranks agree. Replicas, which read the same data, need processes."""
+    """Run a leg, and check that all ranks agree; without pools, there is one replica (all would read the same data)."""
     saving = (loads and str(loads), str(saves) if leg.saves_at else None, leg.saves_at or 0, leg.evaluates)
     if pools is None:
         return [go_through(replace(leg.case, data_parallel_size=1), *saving, stages=leg.stages)]
@@ -51,7 +51,7 @@ def run(leg: Leg, loads: Path | None, saves: Path, pools: Pools | None) -> list[
 
 
 def assert_same_weights(results: list[dict[str, Any]], expected: dict[str, np.ndarray]) -> None:
-    """Of every replica; NaN is equal to NaN."""
+    """Compare the weights of every replica with the expected ones; NaN equals NaN."""
     for replica in {result["replica"] for result in results}:
         weights = weights_of(results, replica)
         different = [n for n, value in expected.items() if not np.array_equal(weights[n], value, equal_nan=True)]

@@ -1,4 +1,4 @@
-"""A loop over Fabric that is resumed reads on where it was."""
+"""A resumed Fabric loop continues to read its data at the position of the checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def numbers_of(batches: Any) -> list[Any]:
 
 
 def read_and_train(folder: Path, at: str = "") -> dict[str, Any]:
-    """Train with a checkpoint after every batch and epoch, ``{batches}`` and ``epoch-{epoch}``, or from one of them."""
+    """Train and save ``{batches}`` after every batch and ``epoch-{epoch}`` after every epoch, or resume from ``at``."""
     strategy = AsyncPipelineStrategy(microbatches=3)
     fabric = make_fabric(strategy)
     model = fabric.setup_module(make_model())
@@ -63,7 +63,7 @@ def read_and_train(folder: Path, at: str = "") -> dict[str, Any]:
 
 
 def test_resumed_in_mid_epoch_and_between_epochs(pools: Pools, tmp_path: Path) -> None:
-    """All stages have as many batches, the middle one too, and what is read and computed is that of the whole run."""
+    """All stages, even the middle one, get equally many batches; data, losses and weights equal the whole run's."""
     write_litdata(tmp_path / "data", RUN.samples)
     whole = pools.run(3, read_and_train, tmp_path)
     read = [number for batch in whole[0]["numbers"] for number in batch]

@@ -1,4 +1,4 @@
-"""What cannot be run right is refused, on every rank where ranks could come apart; nobody waits for anybody."""
+"""Calls that would go wrong are refused, on every rank where ranks could otherwise diverge; no rank is left waiting."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_refused(name: str) -> None:
 
 
 def during_an_update(case: Case, path: Path) -> tuple[dict[str, Any], set[str]]:
-    """Save, load, flush, gather and evaluate where the optimizer steps, and go on; what they were told."""
+    """Train, try to save, load, drain, gather and evaluate in each optimizer step; return the result and the errors."""
     run, told = Run(case), set()
     tries = (
         lambda: run.fabric.save(path, run.state), lambda: run.fabric.load(path, run.state),
@@ -64,7 +64,7 @@ def during_an_update(case: Case, path: Path) -> tuple[dict[str, Any], set[str]]:
 
 
 def test_what_drains_is_refused_while_an_update_is_applied(pools: Pools, tmp_path: Path) -> None:
-    """And whoever goes on trains as if nothing was."""
+    """Calls that drain are refused during an update, and the training then continues unaffected."""
     results = pools.run(2, during_an_update, CASE, tmp_path / "saved")
     assert_same_weights([result for result, _ in results], run_oracle(CASE)[0])
     assert all("while an update is applied" in text for _, told in results for text in told)

@@ -1,4 +1,4 @@
-"""Scripts end on every rank: the example well, a failing one with an error and the first cause."""
+"""Scripts end on every rank: the example without an error, and a failing script with an error and the first cause."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXAMPLE = str(Path(__file__).parents[2] / "examples" / "fabric_gpt.py")
 
 
 def run_example(*arguments: str) -> str:
-    """What the example prints in this process, which stands where torchrun would have started it."""
+    """Run the example in this process, as if torchrun had started it, and return its output."""
     with patch.object(sys, "argv", [EXAMPLE, *arguments]), contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(EXAMPLE, run_name="__main__")
     return printed.getvalue()
@@ -39,7 +39,7 @@ def test_the_example_trains(pools: Pools) -> None:
 
 
 def fail() -> None:
-    """Fail in an evaluation, on the last stage alone."""
+    """Train, and fail in an evaluation on the last stage only."""
     run = Run(Case(3, batch_sizes=(6,) * 15))
 
     def step(microbatch: dict[str, Tensor]) -> Tensor:
@@ -73,4 +73,4 @@ def test_a_script_that_closes_nothing_ends_at_once(tmp_path: Path) -> None:
     port = free_port()
     ended = run_ranks(["-c", WITHOUT_CLOSE], tmp_path, [elastic_environment(rank, 2, port) for rank in range(2)])
     assert [end.returncode for end in ended] == [0, 0], ended
-    assert time.time() - max(float(end.stdout) for end in ended) < 4  # a thread that nobody stops is waited for 5 s
+    assert time.time() - max(float(end.stdout) for end in ended) < 4  # a running thread would delay the end by 5 s

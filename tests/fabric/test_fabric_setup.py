@@ -1,4 +1,4 @@
-"""Models, loaders and loops are set up alike on every rank, and for every number of stages."""
+"""Models, loaders and loops are set up in the same way on every rank and for every number of stages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONFIG = GPTConfig(vocab_size=11, context_length=4, num_layers=3, dim=8, num_hea
 
 
 def initial_weights(empty_init: bool) -> tuple[dict[str, np.ndarray], int, str, int]:
-    """The gathered initial weights, this rank's number of parameters, where they were built, and the run's seed."""
+    """Return gathered initial weights, this rank's number of parameters, the device they were built on and the seed."""
     strategy = AsyncPipelineStrategy()
     fabric = make_fabric(strategy, seed=3)
     with fabric.init_module(empty_init=empty_init):
@@ -71,20 +71,20 @@ def test_clip_val_bounds_every_element() -> None:
     assert changes.median().item() == pytest.approx(1e-3, rel=1e-3)
 
 
-class Endless(IterableDataset):
-    """A stream without a length."""
+class Unsized(IterableDataset):
+    """Iterable dataset without a length."""
 
     def __iter__(self) -> Any:
         return iter(torch.arange(12.0).view(6, 2))
 
 
 def loaders(replicas: int) -> dict[str, Any]:
-    """What this rank reads from a shuffled loader in two epochs and from a stream, and what its workers draw."""
+    """Return what this rank reads from a shuffled loader in two epochs and from a stream, and what its workers draw."""
     strategy = AsyncPipelineStrategy(data_parallel_size=replicas)
     fabric = make_fabric(strategy, seed=3)
     torch.manual_seed(7)
     shuffled: Any = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.arange(24)), batch_size=4, shuffle=True))
-    stream = fabric.setup_dataloaders(DataLoader(Endless(), batch_size=2))
+    stream = fabric.setup_dataloaders(DataLoader(Unsized(), batch_size=2))
     read = {
         "length": (len(shuffled), len(shuffled.dataset), shuffled.batch_size),
         "epochs": [[repr(batch) for batch in shuffled] for _ in range(2)],
@@ -115,7 +115,7 @@ def test_middle_stages_read_nothing(pools: Pools) -> None:
 
 
 def local_state() -> list[str]:
-    """Keys of ``state_dict`` on the last stage alone, which must not wait for anybody."""
+    """Return the keys of ``state_dict()`` on the last stage; calling it there must not wait for other ranks."""
     run = Run(Case(3, scheduler=True))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*lr_scheduler.step")

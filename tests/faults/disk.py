@@ -1,4 +1,4 @@
-"""A disk that is too small: a real file system of a given size, for which one has to be root."""
+"""Disk that is too small: a real file system of a given size, which only root can mount."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _LARGE = 2**28
 
 
 def size_of(folder: Path) -> int:
-    """Bytes in files below a folder."""
+    """Return the number of bytes in files below a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 
 def why_not() -> str:
-    """Why there can be none here; nothing if there can."""
+    """Return why no small disk can be mounted here; an empty string if it can."""
     if os.geteuid() != 0 or shutil.which("mount") is None:
         return "mounts a small file system, for which one has to be root"
     done = subprocess.run(
@@ -29,7 +29,7 @@ def why_not() -> str:
 
 @contextmanager
 def small(folder: Path, size: int) -> Iterator[None]:
-    """Let an empty folder be a disk of so many bytes."""
+    """Mount a disk of ``size`` bytes at an empty folder."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder], check=True, timeout=30)
     try:
         yield
@@ -38,5 +38,5 @@ def small(folder: Path, size: int) -> Iterator[None]:
 
 
 def grow(folder: Path) -> None:
-    """Make it large."""
+    """Enlarge the disk to 256 MiB."""
     subprocess.run(["mount", "-o", f"remount,size={_LARGE}", folder], check=True, timeout=30)

@@ -1,4 +1,4 @@
-"""Trainings in which something goes wrong: by the Trainer and by Fabric; all save often."""
+"""Jobs of the fault tests: trainings with the Trainer and with Fabric, all of which save checkpoints often."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ SAVING = {"save_last": True, "save_top_k": -1, "filename": "{step}"}
 
 @dataclass(frozen=True)
 class Job:
-    """A training of some processes.
+    """Training in several processes.
 
     Attributes:
-        train: called with the places and a folder for checkpoints, from the last of which it goes on; returns what
-            this rank came to: ``weights``, ``trails`` (what happened, in order, by sort), ``start`` and ``step``.
-        save_every: steps between checkpoints.
+        train: function of the places and a folder for checkpoints, which resumes from the last checkpoint and returns
+            this rank's result: ``weights``, ``trails`` (name -> records in order), ``start`` and ``step``.
+        save_every: number of steps between checkpoints.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Job:
 
 
 class Placed(L.Callback):
-    """Lets the moments between batches be places; remembers where training began."""
+    """Callback that visits places between batches, and remembers the step at which training began."""
 
     def __init__(self, places: Places) -> None:
         self._places, self.start = places, -1
@@ -65,7 +65,7 @@ class Placed(L.Callback):
 
 
 class PlacedModule(Showing):
-    """Lets forwards, backwards and steps be places."""
+    """Module that visits places in forwards, backwards and training steps."""
 
     def __init__(self, run: Run, places: Places) -> None:
         super().__init__(run)
@@ -78,7 +78,7 @@ class PlacedModule(Showing):
 
 
 class PlacedSamples(NumberedSamples):
-    """Lets the reading of a sample be a place."""
+    """Dataset that visits a place before it reads a sample."""
 
     def __init__(self, count: int, noisy: bool, places: Places) -> None:
         super().__init__(count, noisy)
@@ -91,9 +91,9 @@ class PlacedSamples(NumberedSamples):
 
 @dataclass(frozen=True)
 class ByTrainer:
-    """Trains with the Trainer, a kind of loader, and arguments of ModelCheckpoint.
+    """Training with the Trainer, a kind of loader, and arguments of ModelCheckpoint.
 
-    ``on_exception``: the user wants a checkpoint after a failure, too.
+    ``on_exception``: whether a checkpoint is saved after a failure as well.
     """
 
     run: Run
@@ -122,7 +122,7 @@ class ByTrainer:
 
 @dataclass(frozen=True)
 class ByFabric:
-    """A loop of the user's own, which saves ``last.ckpt`` and begins from it."""
+    """Training with a user's own Fabric loop, which saves ``last.ckpt`` and resumes from it."""
 
     case: Case
     options: dict[str, Any] = field(default_factory=dict)

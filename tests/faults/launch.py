@@ -1,4 +1,4 @@
-"""Start the ranks of a job, wait until all have ended, and look at what is left."""
+"""Launcher of a job's ranks, which waits until all have ended and checks that no processes are left."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.pool import elastic_environment, free_port, worker_context
 
 @dataclass(frozen=True)
 class Host:
-    """Where a rank runs: in a network namespace, if any, with more variables of the environment."""
+    """Host of a rank: the file of its network namespace, if any, and additional environment variables."""
 
     namespace: str = ""
     variables: dict[str, str] = field(default_factory=dict)
@@ -27,12 +27,12 @@ class Host:
 
 @dataclass(frozen=True)
 class Ended:
-    """How the processes of a job ended.
+    """Outcome of a job's processes.
 
     Attributes:
-        folder: their files.
-        codes: exit codes by rank; those of signals are negative.
-        seconds: from the fault, or the start without one, to the end of the last.
+        folder: folder with the ranks' files.
+        codes: exit codes by rank; a process that a signal ended has the negative signal number.
+        seconds: time from the fault, or from the start without a fault, until the last process ended.
     """
 
     folder: Path
@@ -43,7 +43,7 @@ class Ended:
         return (self.folder / f"{rank}.output").read_text()
 
     def outputs(self) -> str:
-        """All that was said."""
+        """Return the exit codes and outputs of all ranks."""
         texts = [f"---- rank {r}, exit code {code}:\n{self.output(r)}" for r, code in enumerate(self.codes)]
         return "\n".join(texts)
 
@@ -51,12 +51,12 @@ class Ended:
         return (self.folder / f"{rank}.happened").exists()
 
     def reached(self, rank: int) -> int | None:
-        """The step that a rank had seen the end of; ``None`` if it had not begun to train."""
+        """Return the number of steps whose end a rank has seen; ``None`` if it had not begun to train."""
         file = self.folder / f"{rank}.reached"
         return int(file.read_text()) if file.exists() else None
 
     def results(self) -> list[dict[str, Any]]:
-        """What all ranks came to; they must have ended well."""
+        """Return the results of all ranks, which must have ended without an error."""
         assert self.codes == [0] * len(self.codes), self.outputs()
         return [script.result_of(self.folder, rank) for rank in range(len(self.codes))]
 
@@ -65,16 +65,16 @@ def launch(
     job: Job, folder: Path, checkpoints: Path, fault: Fault | None = None, *, limit: float,
     hosts: Sequence[Host] = (), is_counted: bool = False,
 ) -> Ended:  # fmt: skip
-    """Run a job to its end.
+    """Run a job until all its ranks have ended.
 
     Args:
-        job: what to run.
-        folder: for files of the ranks; beside it lies the data.
-        checkpoints: a folder for them.
-        fault: what goes wrong.
+        job: job to run.
+        folder: folder for the ranks' files; the folder ``data`` is next to it.
+        checkpoints: folder for checkpoints.
+        fault: fault to inject, if any.
         limit: seconds after the fault, or after the start without one, within which all ranks have to end.
-        hosts: of the ranks, if not this machine.
-        is_counted: whether the results say how often calls of the package were passed.
+        hosts: hosts of the ranks; by default all run on this machine.
+        is_counted: whether the results contain the numbers of calls of the package.
     """
     folder.mkdir(parents=True)
     context, port = worker_context(), free_port()
@@ -105,13 +105,13 @@ def _ended_at_last(processes: list[Any]) -> Iterator[None]:
 
 
 def _wait(processes: list[Any], folder: Path, fault: Fault | None, limit: float) -> float:
-    """Until all have ended; since when the limit ran."""
+    """Wait until all processes have ended, and return the time at which the limit began."""
     begin, seen = time.monotonic(), fault is None
     while alive := [rank for rank, process in enumerate(processes) if process.exitcode is None]:
         if not seen and fault is not None and (folder / f"{fault.rank}.happened").exists():
             begin, seen = time.monotonic(), True
         if fault is not None and fault.what == "stop" and alive == [fault.rank]:
-            processes[fault.rank].kill()  # as whoever stopped it would
+            processes[fault.rank].kill()  # as the user who stopped it would do
         if time.monotonic() - begin > limit:
             raise AssertionError(_where(processes, alive, folder, limit))
         time.sleep(0.02)
@@ -127,7 +127,7 @@ def _where(processes: list[Any], alive: list[int], folder: Path, limit: float) -
 
 
 def _check_nothing_is_left(sessions: list[int], patience: float = 15.0) -> None:
-    """Workers of loaders look for their rank every five seconds."""
+    """Check that no processes of the ranks are left; DataLoader workers look for their parent every five seconds."""
     deadline = time.monotonic() + patience
     while left := [pid for pid, session in _alive() if session in sessions]:
         if time.monotonic() > deadline:
@@ -138,7 +138,7 @@ def _check_nothing_is_left(sessions: list[int], patience: float = 15.0) -> None:
 
 
 def _alive() -> Iterator[tuple[int, int]]:
-    """Process and session ids of what runs here; zombies do not."""
+    """Yield the process and session ids of all processes on this machine except zombies."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:

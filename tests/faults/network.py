@@ -1,4 +1,4 @@
-"""Two hosts of which the link can be cut: network namespaces, for which one has to be root."""
+"""Two hosts whose link can be cut: network namespaces, which only root can create."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.faults.launch import Host
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[list[Host], int]]:
-    """Where two ranks run, and the process that passes on what one of their hosts sends to the other.
+    """Yield the hosts of two ranks, and the id of the process that relays packets between them.
 
-    Stopped, it is as a cable that was cut: nothing arrives, and nobody is told.
+    Once that process is stopped, the link is like a cut cable: nothing arrives, and neither host is notified.
     """
     relay = subprocess.Popen([sys.executable, link.__file__, "0.1", "0"], stdout=subprocess.PIPE, text=True)
     try:

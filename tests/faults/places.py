@@ -1,4 +1,4 @@
-"""Where something can go wrong in the process of a rank, and what: places count, and at some count it happens."""
+"""Fault injection in a rank's process: visits to named places are counted, and a fault occurs at a given count."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _MISSING_BYTES = 2**31
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong.
+    """Fault to inject.
 
     Attributes:
-        what: a signal's short name, such as ``"kill"``, or a method of :class:`Places`.
-        place: where; ``"call"`` is any function of the package in the main thread, ``"storage"`` any of its storage in
-            whichever thread.
-        rank: on which rank.
-        at: how often the place was passed before.
-        process: which is signalled instead; for ``"cut"``, the one that passes packets on.
+        what: kind of fault: a key of ``SIGNALS``, such as ``"kill"``, or a method of :class:`Places`.
+        place: where it occurs; ``"call"`` is a call of any function of the package in the main thread, ``"storage"``
+            a call of any function of its storage, in any thread.
+        rank: rank on which it occurs.
+        at: number of earlier visits to the place.
+        process: process to signal instead of the rank's, if not 0; for ``"cut"``, the relay of packets.
     """
 
     what: str
@@ -49,13 +49,13 @@ class Fault:
 
 
 class Places:
-    """Counts how often this process passes each place, and lets the fault happen.
+    """Counter of this process's visits to each place, which triggers the fault.
 
     Args:
-        rank: of this process.
-        fault: ``None``: nothing happens.
-        folder: for files of the ranks, beside which lies a litdata dataset.
-        is_counted: whether calls are counted although none of them goes wrong, which makes them slow.
+        rank: rank of this process.
+        fault: fault to inject, on whichever rank; ``None`` for no fault.
+        folder: folder for the ranks' files; the litdata dataset is next to it.
+        is_counted: whether calls are counted even if the fault occurs at none of them; counting makes calls slow.
     """
 
     def __init__(self, rank: int, fault: Fault | None, folder: Path, is_counted: bool = False) -> None:
@@ -69,7 +69,7 @@ class Places:
         self._fsync = os.fsync
 
     def start(self) -> None:
-        """Count what is written, steps of optimizers, and calls of the package if they matter, from now on."""
+        """Start to count calls of ``os.fsync``, optimizer steps and, if they matter, calls of the package."""
         register_optimizer_step_pre_hook(lambda *_: self.here("optimizer"))
         os.fsync = self._sync  # type: ignore[assignment]
         if self._sees_calls:
@@ -77,22 +77,22 @@ class Places:
             sys.setprofile(self._profile)
 
     def stop(self) -> None:
-        """Nothing goes wrong any more."""
+        """Disable the fault, and stop counting calls of the package."""
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
         self._fault = None
 
     def reach(self, step: int) -> None:
-        """So many steps are done."""
+        """Record the number of steps that are done."""
         self._reached.write_text(str(step))
 
     def here(self, place: str) -> None:
-        """The process is at this place."""
+        """Count a visit to a place, and trigger the fault if it is due."""
         if self._is_due(place):
             self._happen()
 
     def spoilt(self, place: str, tensor: Tensor) -> Tensor:
-        """:meth:`here`, with a tensor that a fault makes NaN."""
+        """Visit a place as :meth:`here` does; return the tensor, or NaNs if the fault ``"nan"`` is due."""
         spoil = self._fault is not None and self._fault.what == "nan"
         if self._is_due(place):
             if spoil:
@@ -140,7 +140,7 @@ class Places:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _memory(self) -> None:
-        """More is needed than there is, and what is left afterwards is little."""
+        """Allocate more memory than the process may use, which leaves it little memory afterwards."""
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + _SPARE_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -154,7 +154,7 @@ def _places_of(file: str) -> tuple[str, ...]:
 
 
 class _Backward(torch.autograd.Function):
-    """The identity, which passes a place in its backward."""
+    """Identity function that visits a place in its backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, places: Places) -> Tensor:
@@ -167,7 +167,7 @@ class _Backward(torch.autograd.Function):
 
 
 def watch_layers(layers: Iterable[torch.nn.Module], places: Places) -> None:
-    """Let the forwards and backwards of all layers be places; forwards without gradients are one of their own."""
+    """Visit places in the forwards and backwards of all layers; forwards without gradients have a separate place."""
 
     def passed(_: Any, __: Any, output: Tensor) -> Tensor:
         if not torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""What goes wrong in which job, where and when, drawn from a seed."""
+"""Fault scenarios drawn from a seed: which fault occurs in which job, where and when."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("raise", ("loader", "optimizer", "step")),
     ("small", ()),
 )
-"""What happens, and where it can; ``small`` is a small disk, which some save finds full."""
+"""Kinds of faults, each with the places where it may occur; ``small`` is a small disk, which a save finds full."""
 
 QUICK = ("behind", "fabric")
-"""The jobs of the first of each sort, which the default tests run."""
+"""Jobs of the first scenario of each kind, two of which the default tests run."""
 GONE = ("kill", "leave", "stop", "cut")
 ERRORS = ("raise", "full", "memory", "nan")
 TOLD = ("term",)
@@ -37,13 +37,13 @@ TOLD = ("term",)
 
 @dataclass(frozen=True)
 class Scenario:
-    """One of them.
+    """Fault scenario of one seed.
 
     Attributes:
-        job: in which job.
-        what, places: what happens, and where: in the first of the places that the rank passes.
-        share: how far through all the times that a place is passed, from 0 to 1.
-        seed: which one this is; also draws the rank.
+        job: job in which the fault occurs.
+        what, places: kind of fault, and places by preference: it occurs at the first place that any rank passes.
+        share: share of the rank's visits to the place that come before the fault, from 0 to 1.
+        seed: number of the scenario; also the seed from which the rank is drawn.
     """
 
     seed: int
@@ -56,7 +56,7 @@ class Scenario:
         return f"{self.seed}-{self.job.name}-{self.what}"
 
     def fault(self, counts: list[dict[str, int]], process: int = 0) -> Fault:
-        """What goes wrong, once it is known how often each rank of an undisturbed run passes each place."""
+        """Return the fault, given how often each rank of an undisturbed run passes each place."""
         rng = random.Random(self.seed)
         for place in self.places:
             ranks = [rank for rank, passed in enumerate(counts) if passed.get(place)]
@@ -67,8 +67,8 @@ class Scenario:
 
 
 def draw(seed: int) -> Scenario:
-    """The scenario of a seed; every sort of fault comes once in as many as there are."""
-    rng = random.Random(1306 + seed)  # so that the default ones are of both jobs
+    """Return the scenario of a seed; ``len(KINDS)`` consecutive seeds contain every kind of fault once."""
+    rng = random.Random(1306 + seed)  # with this offset, the default scenarios use both jobs
     what, places = KINDS[seed % len(KINDS)]
     jobs = QUICK if seed < len(KINDS) else JOBS
     job = rng.choice([JOBS[name] for name in jobs if _can_be(JOBS[name], what)])
@@ -78,7 +78,7 @@ def draw(seed: int) -> Scenario:
 def _can_be(job: Job, what: str) -> bool:
     by_trainer = not job.name.startswith("fabric")
     if what in TOLD or what == "small":
-        return by_trainer  # what a loop of the user's own does then, is its own; it keeps its newest checkpoint alone
+        return by_trainer  # a user's own loop defines its own reaction, and keeps only the newest checkpoint
     if what == "cut":
         return by_trainer and job.processes == 2
     return True
@@ -88,4 +88,4 @@ MISTAKES = {
     "raise": MISTAKE, "full": "could not be written", "small": "could not be written",
     "memory": "can't allocate memory", "nan": "NaN or Inf",
 }  # fmt: skip
-"""What errors say."""
+"""Text of the errors that a fault leads to."""

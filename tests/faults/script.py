@@ -1,4 +1,4 @@
-"""A rank as a launcher starts it: a process of its own, which ends as a script does."""
+"""Process of a rank, as a launcher starts it; it ends as a script does."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(
     rank: int, job: Job, folder: Path, checkpoints: Path, fault: Fault | None, environment: dict[str, str],
     namespace: str, is_counted: bool,
 ) -> None:  # fmt: skip
-    """Be a rank of a job, to the end of this process; what it came to is in files of its number."""
+    """Run a rank of a job and end this process; its files are named by its rank, such as ``0.result``."""
     os.setsid()
     _speak_into(folder / f"{rank}.output")
     faulthandler.register(WHERE_SIGNAL, all_threads=True)
@@ -39,13 +39,13 @@ def run(
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    multiprocessing.set_start_method("fork", force=True)  # for workers of loaders, as in a script
+    multiprocessing.set_start_method("fork", force=True)  # for DataLoader workers, as in a script
     places = Places(rank, fault, folder, is_counted)
     end_process(_code_of(places, job, checkpoints, folder / f"{rank}.result"))
 
 
 def _code_of(places: Places, job: Job, checkpoints: Path, result: Path) -> int:
-    """Train; the exit code that Python would give this process."""
+    """Train, and return the exit code that Python would give this process."""
     try:
         places.start()
         came_to = job.train(places, checkpoints)
@@ -68,7 +68,7 @@ def _speak_into(file: Path) -> None:
 
 
 def _enter(namespace: str) -> None:
-    """Be on another host from now on."""
+    """Move this thread, and threads it starts later, into the network namespace of another host."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(namespace) as file:
         if libc.setns(file.fileno(), _CLONE_NEWNET) != 0:
@@ -76,5 +76,5 @@ def _enter(namespace: str) -> None:
 
 
 def result_of(folder: Path, rank: int) -> Any:
-    """What a rank that ended well came to."""
+    """Return the result of a rank that ended without an error."""
     return pickle.loads((folder / f"{rank}.result").read_bytes())

@@ -1,6 +1,6 @@
-"""A table of what a run of the scenarios came to: ``python -m tests.faults.summary REPORT.xml``.
+"""Table of the results of a run of the scenarios: ``python -m tests.faults.summary REPORT.xml`` prints it.
 
-The report is that of ``pytest -m slow tests/faults -n 2 --dist load --junitxml REPORT.xml``.
+The report is written by ``pytest -m slow tests/faults -n 2 --dist load --junitxml REPORT.xml``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WORDS = {
 
 
 def main(path: str) -> None:
-    """Print a line for each sort of fault."""
+    """Print a table with one line for each kind of fault."""
     seconds: dict[str, list[float]] = defaultdict(list)
     failed: dict[str, int] = defaultdict(int)
     for case in ElementTree.parse(path).iter("testcase"):

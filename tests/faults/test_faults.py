@@ -1,7 +1,7 @@
-"""Something goes wrong anywhere: all ranks end in time and say why, and a resumed run is the undisturbed one.
+"""After a fault anywhere, all ranks end in time and say why, and a resumed run equals an undisturbed one.
 
-``pytest tests/faults`` runs two sorts, ``pytest -m slow tests/faults -n 2 --dist load`` 26 more, and as many as
-``FAULT_SCENARIOS`` says.
+``pytest tests/faults`` runs two scenarios, and ``pytest -m slow tests/faults -n 2 --dist load`` runs 26 more. The
+environment variable ``FAULT_SCENARIOS`` sets the total number, 28 by default.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from tests.faults.places import Fault
 from tests.faults.scenario import ERRORS, GONE, MISTAKES, TOLD, Scenario, draw
 from tests.helpers.resumable import write_litdata
 
-LEAVE_SECONDS = 15.0  # twice for a busy machine: what a rank has to end in after it was told
+LEAVE_SECONDS = 15.0  # time in which a rank has to end once it is told, doubled for a busy machine
 START_SECONDS = 90.0
 MANY = int(os.environ.get("FAULT_SCENARIOS", "28"))
-USUAL = (1, 2)  # raise, kill; stop waits for a timeout
+USUAL = (1, 2)  # raise and kill, but not stop, which waits for a timeout
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at processes by /proc")
 
 
 class Undisturbed(NamedTuple):
-    """A job in which nothing goes wrong: what its ranks came to, and the bytes of its checkpoints."""
+    """Outcome of a job without a fault: the results of its ranks, and the size of its checkpoints in bytes."""
 
     results: list[dict[str, Any]]
     size: int
@@ -43,7 +43,7 @@ class Undisturbed(NamedTuple):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the data."""
+    """Return a folder that contains the data."""
     folder = tmp_path_factory.mktemp("faults")
     write_litdata(folder / "data", 37)
     return folder
@@ -94,14 +94,14 @@ def test_all_end_and_a_resumed_run_is_the_undisturbed_one(
 
 
 def disturbed(scenario: Scenario, whole: Undisturbed, folder: Path, checkpoints: Path) -> tuple[Ended, Fault | None]:
-    """Run the job, and let it happen."""
+    """Run the job with the scenario's fault; return its outcome and the fault (None for a small disk)."""
     counts = [result["counts"] for result in whole.results]
     start = functools.partial(launch, scenario.job, folder, checkpoints)
     if scenario.what == "small":
         return start(limit=START_SECONDS), None
     limit = TIMEOUT_SECONDS + LEAVE_SECONDS
     if scenario.what == "cut":
-        limit += TIMEOUT_SECONDS + 15.0  # before the ranks have met, torch's store is called twice
+        limit += TIMEOUT_SECONDS + 15.0  # before the ranks have met, two calls of torch's store may time out
         with network.two_hosts() as (hosts, process):
             fault = scenario.fault(counts, process)
             return start(fault, limit=limit, hosts=hosts), fault
@@ -110,7 +110,7 @@ def disturbed(scenario: Scenario, whole: Undisturbed, folder: Path, checkpoints:
 
 
 def check_end(scenario: Scenario, ended: Ended, fault: Fault | None) -> None:
-    """No rank ends well that should not, and all say what went wrong first."""
+    """Check that no rank wrongly exits with 0, and that outputs name the first cause."""
     assert fault is None or ended.happened(fault.rank), f"did not happen: {fault}\n{ended.outputs()}"
     ranks = range(scenario.job.processes)
     begun = all(ended.reached(rank) is not None for rank in ranks)
@@ -129,7 +129,7 @@ def check_end(scenario: Scenario, ended: Ended, fault: Fault | None) -> None:
 
 
 def check_checkpoints(scenario: Scenario, checkpoints: Path) -> None:
-    """What is there is whole; what was begun and failed is not there."""
+    """Check that all checkpoints are complete, and that failed saves left no partial files."""
     for path in checkpoints.glob("*.ckpt"):
         load(path)
     if scenario.what in ERRORS:
@@ -137,14 +137,14 @@ def check_checkpoints(scenario: Scenario, checkpoints: Path) -> None:
 
 
 def without_epoch_means(trail: list[Any]) -> list[Any]:
-    """What was recorded, but for means of the epoch of a resume: they begin anew, as Lightning's do."""
+    """Return the records without epoch means, which begin anew after a resume, as Lightning's do."""
     return [e for e in trail if not (isinstance(e, tuple) and any(str(name).endswith("_epoch") for name in e[-1]))]
 
 
 def check_resumed(
     job: Job, again: list[dict[str, Any]], whole: list[dict[str, Any]], ended: Ended, fault: Fault | None
 ) -> None:
-    """From not too far back, and then bit by bit."""
+    """Check that the resumed run lost few steps, and that its further records and weights are bitwise the same."""
     start, steps = again[0]["start"], whole[0]["step"]
     assert {result["start"] for result in again} == {start}
     assert [result["step"] for result in again] == [steps] * job.processes

@@ -1,4 +1,4 @@
-"""Tests that need one GPU: `pytest tests/gpu`; without one they are skipped."""
+"""The tests in this folder need one GPU, and are skipped without one: `pytest tests/gpu`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that are started as a user starts one, and what they found."""
+"""Helpers that start programs as a user does, and read their results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(script: str, folder: Path, *arguments: str) -> tuple[Any, str]:
-    """Run a program, whose text is kept in a folder and which prints ``RESULT`` and JSON; that, and all its output."""
+    """Write a program to a folder and run it; return the JSON that it prints after ``RESULT``, and all its output."""
     path = folder / "script.py"
     path.write_text(script)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
@@ -29,7 +29,7 @@ def run(script: str, folder: Path, *arguments: str) -> tuple[Any, str]:
 
 
 def tensors_of(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Weights and optimizer state in a checkpoint, the state by the names of its parameters."""
+    """Return the weights and the optimizer state in a checkpoint; keys of the state contain parameter names."""
     found = {name: value.clone() for name, value in checkpoint["state_dict"].items()}
     for saved in checkpoint["optimizer_states"]:
         names: dict[Any, str] = {}

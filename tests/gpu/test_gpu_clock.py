@@ -1,4 +1,4 @@
-"""Spans on a GPU last as long as the GPU works, though its host has launched everything at once."""
+"""A span on a GPU lasts as long as the GPU works, although the host launches all its work at once."""
 
 from __future__ import annotations
 

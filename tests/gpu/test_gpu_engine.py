@@ -1,4 +1,4 @@
-"""Several stages on one GPU equal the oracle on that GPU; their tensors take the way over the host."""
+"""Several stages on one GPU equal the oracle on that GPU; their tensors travel through the host."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CASES = {
     "least-exact-norm": Case(6, staleness="least", slack="exact", max_norm=0.5),
     "synchronous": Case(3, delay=0, max_norm=0.5),
 }
-# Fp32 kernels choose their order of summation by shape and load: equal to rounding, as replicas are.
+# fp32 kernels choose their order of summation by shape and load, so results are equal up to rounding, as for replicas.
 TOLERANCE = 2e-6
 
 

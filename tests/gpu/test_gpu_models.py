@@ -1,6 +1,6 @@
-"""Language models in stages that share one GPU: mixed precision, compiled blocks, narrow weight versions, experts.
+"""Language models train in stages on one GPU: mixed precision, compiled blocks, narrow weight versions, experts.
 
-Each through the Trainer, started as a user starts it, and compared with its delay in one process.
+Each trains with the Trainer, started as a user starts it, and is compared with the same delay in one process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""On one NVIDIA GPU: Newton-Schulz against a CPU's, and MuonAdamW against torch.optim.Muon."""
+"""On one NVIDIA GPU, Newton-Schulz agrees with that of a CPU, and MuonAdamW with torch.optim.Muon."""
 
 from __future__ import annotations
 
@@ -37,4 +37,4 @@ def test_muon_steps_as_torch_does(batched):
         optimizer.step()
         reference.step()
     for p, q, start in zip(ours, theirs, [random(*shape) for shape in shapes]):
-        assert (p - q).norm() < 0.03 * (q - start).norm()  # a few roundings of bfloat16 in the whole step
+        assert (p - q).norm() < 0.03 * (q - start).norm()  # a few bfloat16 roundings, relative to the whole step

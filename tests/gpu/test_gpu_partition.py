@@ -1,4 +1,4 @@
-"""Measuring layers on a GPU: the host waits for what it launched, so that times are those of the device."""
+"""Measured times of layers on a GPU are those of the device, since the host waits for the work it launched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan says of a GPU, against the memory that torch hands out there."""
+"""A plan for a GPU predicts the peak memory that torch allocates there."""
 
 from __future__ import annotations
 

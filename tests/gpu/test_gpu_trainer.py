@@ -1,6 +1,6 @@
-"""A Trainer whose stages share one GPU: started as a user starts it, and equal to a run of one process.
+"""A Trainer whose stages share one GPU, started as a user starts it, equals a run in one process.
 
-Its checkpoints are gathered from the GPU during the fit, and a run goes on from one.
+Its checkpoints are gathered from the GPU during the fit, and a run resumes from one of them.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ DIM = 6
 
 
 class Projection(nn.Module):
-    """x @ w, a norm and an elementwise scale: what goes wrong when weights are re-pointed under a live graph."""
+    """Layer with x @ w, a norm and an elementwise scale, which break if weights are re-pointed under a live graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Projection(nn.Module):
 
 
 class Experts(nn.Module):
-    """Batched expert weights under one bmm, and an RMS norm."""
+    """Layer with batched expert weights in one bmm, and an RMS norm."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Experts(nn.Module):
 
 
 class Spare(nn.Module):
-    """Holds a parameter that is used by microbatches with a positive sum only, and one that is never used."""
+    """Layer with a parameter that only microbatches with a positive sum use, and one that is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Spare(nn.Module):
 
 
 class Routed(StatisticsLayer):
-    """Sends every sample to one of three scales, adds a loss of its own, and learns a bias from counts."""
+    """Layer that sends every sample to one of three scales, adds auxiliary losses, and learns a bias from counts."""
 
     num_statistics = 4
     versioned_buffers = ("bias",)
@@ -92,10 +92,10 @@ class Routed(StatisticsLayer):
 
 
 def make_model(dropout: float = 0.0, spare: bool = False, tied: bool = False, routed: bool = False) -> nn.Sequential:
-    """Seven layers with parameters and two without.
+    """Return a model of seven layers with parameters and two without.
 
-    ``spare`` adds one whose parameters are not always used, ``tied`` one that has the weight of the first layer,
-    ``routed`` two that add to the loss and count.
+    ``spare`` adds a layer whose parameters are not always used, ``tied`` a layer that shares the weight of the first
+    one, and ``routed`` two layers with auxiliary losses and statistics.
     """
     torch.manual_seed(11)
     model = nn.Sequential(
@@ -109,14 +109,14 @@ def make_model(dropout: float = 0.0, spare: bool = False, tied: bool = False, ro
 
 
 def frozen_in_front(dropout: float) -> nn.Sequential:
-    """The first layer counts, and has nothing to train."""
+    """Return a model whose first layer records statistics, but has no trainable parameters."""
     torch.manual_seed(13)
     layers = [Routed().requires_grad_(False), nn.Linear(DIM, DIM), nn.Tanh(), Projection(), nn.Linear(DIM, 1)]
     return nn.Sequential(*layers)
 
 
 class CountingSGD(torch.optim.Optimizer):
-    """Keeps its step count and a running maximum in param_groups, and lets the count scale the step."""
+    """SGD whose steps depend on a step count and a maximum learning rate, both kept in ``param_groups``."""
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, {"lr": lr, "count": 0, "largest_lr": 0.0})
@@ -139,13 +139,13 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    """A learning rate that falls."""
+    """Return a scheduler that decreases the learning rate."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1.0 / (1 + 0.3 * t))
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run, to be made by a pipeline and by the oracle."""
+    """Description of a run, for a pipeline and for the oracle."""
 
     microbatches: int
     lookahead: int | None = None
@@ -169,17 +169,17 @@ class Case:
     routed: bool = False
     staleness: Staleness = "uniform"
     slack: Slack = 0
-    start: int = 0  # mini-batches that a synchronous pipeline has run before: for the oracle
-    bf16: bool = False  # weight versions in bf16 beside masters
-    resumes: tuple[int, ...] = ()  # after these batches a new engine goes on from the state of the old one
+    start: int = 0  # number of initial mini-batches without delay, for the oracle only
+    bf16: bool = False  # bf16 weight versions beside fp32 masters
+    resumes: tuple[int, ...] = ()  # after these batches a new engine resumes from the state of the old one
     evaluates: tuple[int, ...] = ()  # after these batches the pipeline is drained and evaluated
-    model: Callable[[float], nn.Sequential] | None = None  # dropout -> another model
-    cut: str | tuple[int, ...] = "even"  # or as long a stage as can be at the "front" or at the "back", or counts
+    model: Callable[[float], nn.Sequential] | None = None  # function of the dropout that makes another model
+    cut: str | tuple[int, ...] = "even"  # "front" or "back": the longest possible stage there; or counts of layers
     seed: int = 5
     device: str = "cpu"
 
     def counts(self, num_stages: int) -> list[int]:
-        """Layers of each stage; with a long one all others have parameters in one layer only."""
+        """Return each stage's number of layers; "front" and "back" leave other stages one layer with parameters."""
         if not isinstance(self.cut, str):
             return list(self.cut)
         units = pipeline_units(self.make_model())
@@ -188,12 +188,12 @@ class Case:
             return uniform(list(map(has_parameters, units)), num_stages)
         if self.cut == "front":
             starts = [0, *heavy[len(heavy) - num_stages + 1 :]]
-        else:  # layers without parameters begin stages
+        else:  # layers without parameters go to the stage after them
             starts = [0, *[i + 1 for i in heavy[: num_stages - 1]]]
         return [end - start for start, end in zip(starts, [*starts[1:], len(units)])]
 
     def batch(self, index: int, replica: int = 0) -> dict[str, Tensor]:
-        """Batch ``index`` of a replica; some samples have a weight of their own, which may be 0."""
+        """Return batch ``index`` of a replica; with ``unequal_weights``, samples have integer weights from 0 to 3."""
         replica = 0 if self.same_data else replica
         generator = torch.Generator().manual_seed(1000 + 31 * index + 7919 * replica)
         size = self.batch_sizes[index]
@@ -205,7 +205,7 @@ class Case:
         return {"x": x.to(self.device), "y": y.to(self.device), "weight": weight.to(self.device)}
 
     def step(self, call: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """The user's step around ``call``, the model."""
+        """Return the user's step, which runs the model by ``call``."""
 
         def step(microbatch: dict[str, Tensor], _: float = 0.0) -> Tensor:
             x = microbatch["x"]
@@ -242,13 +242,13 @@ class Case:
 
     @property
     def mini_batches(self) -> list[list[int]]:
-        """Indices of the batches that share an update."""
+        """Indices of the batches in each mini-batch, which share an update."""
         count = len(self.batch_sizes)
         return [list(range(i, min(i + self.accumulate, count))) for i in range(0, count, self.accumulate)]
 
 
 class Sleeping(nn.Linear):
-    """Takes its time in the forward and in the backward."""
+    """Linear layer that sleeps in its forward and in its backward."""
 
     def __init__(self, width: int, milliseconds: float) -> None:
         super().__init__(width, width)
@@ -270,16 +270,16 @@ FORMS: dict[str, Callable[[Tensor], Any]] = {
     "strided": lambda x: (x.t().contiguous().t(), (x * 2)[:, ::2]),
     "half": lambda x: (x, x.detach().double(), x.to(torch.bfloat16), torch.tensor(0.5)),
 }
-"""What a layer may return; the next one makes one tensor of it."""
+"""Forms of a layer's result, of which the next layer makes one tensor."""
 
 KINDS = ("linear", "projection", "experts", "routed", "spare", "frozen", "half frozen", "no parameters", "inside")
 SHARED = ("as first", "as last", "same module", "same dropout")
-"""Linear layers that share a weight with the first or the last one before them, or are the first one again; and one
-dropout layer that stands in several places."""
+"""Linear layers that share a weight with the first or the last one before them, or are the first one again; and a
+dropout layer that is used in several places."""
 
 
 class Inside(nn.Module):
-    """Two layers that share a weight between themselves."""
+    """Layer made of two linear layers that share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ class Inside(nn.Module):
 
 
 class Layer(nn.Module):
-    """Makes a tensor of what comes, applies a module and returns the result in some form."""
+    """Layer that combines its input into one tensor, applies a module, and returns the result in one of ``FORMS``."""
 
     def __init__(self, inner: nn.Module, form: str) -> None:
         super().__init__()
@@ -302,7 +302,7 @@ class Layer(nn.Module):
 
 
 def one_tensor(given: Any) -> Tensor:
-    """Some function of everything that came, whose order of sums does not depend on what came beside."""
+    """Combine all leaves into one tensor; the order of summation does not depend on their layout in memory."""
     leaves = list(leaves_of(given))
     x = leaves.pop(next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)))
     for other in leaves:
@@ -323,7 +323,7 @@ def leaves_of(tree: Any) -> Iterator[Any]:
 
 
 def make(layers: tuple[tuple[str, str], ...], dropout: float) -> nn.Sequential:
-    """A model of one layer for each (kind, form), and one that makes a number of each sample."""
+    """Return a model with a layer for each (kind, form), and a last layer that returns one number per sample."""
     torch.manual_seed(12)
     linears: list[nn.Linear] = []
     same = nn.Dropout(dropout)

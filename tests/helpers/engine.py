@@ -1,4 +1,4 @@
-"""Running a case through the engine (in a worker process) and through the oracle, and comparing the two."""
+"""Functions that run a case through the engine (in worker processes) or the oracle, and compare the results."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
 
 
 def run_local(case: Case, num_stages: int) -> dict[str, Any]:
-    """Run a case with all stages in this process; returns what one stage that has the whole model would return."""
+    """Run a case with all stages in this process; return its results as those of one stage with the whole model."""
     return run_case(case, Mesh(1, 1, 0), num_stages)
 
 
 def run_case(case: Case, mesh: Mesh, local_stages: int | None = None) -> dict[str, Any]:
-    """Run a case on this rank; returns this stage's final weights, its losses and its norms."""
+    """Run a case on this rank; return this stage's final weights, its losses, its norms and its statistics."""
     training = Training(case, mesh, local_stages)
     for mini_batch in case.mini_batches:
         last = mini_batch[-1]
@@ -66,7 +66,7 @@ def run_case(case: Case, mesh: Mesh, local_stages: int | None = None) -> dict[st
 
 
 class Training:
-    """What a strategy does with its session, for a case; ``local_stages``: all so many are in this process."""
+    """Training of a case with a strategy's session; ``local_stages``: number of stages, if all are in this process."""
 
     def __init__(self, case: Case, mesh: Mesh, local_stages: int | None = None) -> None:
         self.case, self.mesh, self.local_stages = case, mesh, local_stages
@@ -96,10 +96,10 @@ class Training:
         session.attach(self.optimizer, self._step)
 
     def complete(self, outputs: list[BatchOutput]) -> None:
-        """End the mini-batch."""
+        """Complete the mini-batch, and record its loss on the last stage."""
         if self.mesh.is_last:
             known = [(loss, _weight_of_numbers(o)) for o in outputs if (loss := o.mean_loss()) is not None]
-            counted = [(float(loss), weight) for loss, weight in known if weight]  # the others are NaN
+            counted = [(float(loss), weight) for loss, weight in known if weight]  # other losses are NaN
             total = sum(weight for _, weight in counted)
             self.losses.append(sum(loss * weight for loss, weight in counted) / max(total, 1e-9))
         self._take(self.session.complete(note=self.engine.mini_batch))
@@ -108,7 +108,7 @@ class Training:
             self.scheduler.step()
 
     def drain(self) -> None:
-        """As before a validation: the layers are in evaluation mode already."""
+        """Drain as before a validation, when the layers are already in evaluation mode."""
         before = torch.get_rng_state()
         self.model.eval()
         self._take(self.session.drain())
@@ -116,14 +116,14 @@ class Training:
         assert torch.equal(torch.get_rng_state(), before)
 
     def evaluate(self, index: int) -> Tensor | None:
-        """Return the mean loss on the last stage."""
+        """Drain, evaluate a batch, and return its mean loss on the last stage."""
         self.drain()
         with torch.no_grad():
             output = self.engine.evaluate(self.case.batch(index, self.mesh.replica), self.case.step(self.model))
         return output.mean_loss() if self.mesh.is_last else None
 
     def resumed(self) -> Training:
-        """A new one, which goes on from what a checkpoint holds of this one."""
+        """Return a new training that resumes from the state that a checkpoint of this one holds."""
         self.drain()
         saved = {
             "weights": state.gathered(self.session, state.stage_model_state(self.session, self.stage.state_dict())),
@@ -161,7 +161,7 @@ class Training:
                 self.statistics.append(layout.metrics(update.totals.statistics))
 
     def _from_first_rank(self, saved: Any) -> Any:
-        """As written to a file and read again."""
+        """Return the first rank's ``saved``, as written to a file and read again."""
         file = io.BytesIO()
         torch.save(saved, file)
         content = [file.getvalue()]
@@ -171,7 +171,7 @@ class Training:
 
 
 def tensors_on(stage: Any, mesh: Mesh) -> dict[str, Any]:
-    """A stage's place, its tensors, and apart its copies of what an earlier stage has, by the names there."""
+    """Return a stage's place and tensors; its copies of an earlier stage's tensors are separate, by the names there."""
     names = {tie.name_on(mesh.stage): tie.names[0] for tie in stage.whole.ties if mesh.stage in tie.stages[1:]}
     trained = {name: p for name, p in stage.parameters.items() if p.requires_grad}
     tensors = {name: p.detach().cpu().clone() for name, p in {**trained, **stage.buffers}.items()}
@@ -183,24 +183,24 @@ def tensors_on(stage: Any, mesh: Mesh) -> dict[str, Any]:
 
 
 def _weight_of_numbers(output: BatchOutput) -> float:
-    """What the microbatches weigh whose loss is a number."""
+    """Return the total weight of the microbatches whose loss is not NaN."""
     return sum(weight for loss, weight in zip(output.results, output.weights) if not loss.isnan())
 
 
 def check_what_is_kept(engine: Engine, outputs: list[BatchOutput]) -> None:
-    """Nothing that is done with may hold on to memory until the next drain, or the end of the batch."""
+    """Check that graphs, sends and gradients are freed after use, not at the next drain or the end of the batch."""
     results = [tensor for output in outputs for tensor in tensors_of(output.results)]
     assert not any(tensor.requires_grad for tensor in results)
-    assert all(len(part.updates._sending) <= 3 for part in engine.stages)  # shared gradients on their way
+    assert all(len(part.updates._sending) <= 3 for part in engine.stages)  # shared gradients that are being sent
     stepped = [mini_batch for part in engine.stages for mini_batch in part.updates.pending if mini_batch.stepped]
     assert not any(gradient is not None for mini_batch in stepped for gradient in mini_batch.gradients.values())
     assert not any(mini_batch.reduction._sent for mini_batch in stepped if mini_batch.reduction is not None)
 
 
 def run_oracle(case: Case, num_stages: int = 1) -> tuple[dict[str, Tensor], list[float]]:
-    """Run a case in this process; with replicas their microbatches are simply more microbatches.
+    """Run a case through the oracle in this process; return its weights and losses.
 
-    The number of stages and their cut matter where stages do not have the same staleness.
+    Replicas simply add microbatches. The number of stages and their cut matter only if stages differ in staleness.
     """
     assert case.data_parallel_size == 1 or (not case.dropout and not case.random_input)
     model = case.make_model()
@@ -211,7 +211,7 @@ def run_oracle(case: Case, num_stages: int = 1) -> tuple[dict[str, Tensor], list
     ]
 
     steps_ahead = case.staleness == "least" and case.slack != "exact"
-    start = max(case.start, 1) if steps_ahead else case.start  # for a norm to clip by
+    start = max(case.start, 1) if steps_ahead else case.start  # the first mini-batch has no earlier norm to clip by
 
     def step(microbatch: dict[str, Tensor]) -> Tensor:
         with case.context():
@@ -231,15 +231,15 @@ def run_oracle(case: Case, num_stages: int = 1) -> tuple[dict[str, Tensor], list
 
 
 def ahead(stage: int, case: Case, num_stages: int) -> int:
-    """By how many microbatches forwards run ahead, written down apart from the schedule's own rule."""
+    """Return by how many microbatches forwards run ahead, computed independently of the schedule's own rule."""
     behind, more, left = num_stages - 1 - stage, 1, case.lookahead or 0
-    while num_stages > 1 and left >= num_stages - 1:  # a microbatch more on every hop
+    while num_stages > 1 and left >= num_stages - 1:  # one more microbatch on every hop
         more, left = more + 1, left - (num_stages - 1)
     return behind * more + behind * (left + 1) // num_stages
 
 
 def stale_counts_of(case: Case, model: nn.Module, num_stages: int) -> list[StaleCount]:
-    """Parameters of each stage, and its number of stale microbatches."""
+    """Return each stage's parameters and its number of stale microbatches; nothing for uniform staleness."""
     if case.staleness == "uniform":
         return []
     stage_of = [stage for stage, count in enumerate(case.counts(num_stages)) for _ in range(count)]
@@ -255,14 +255,14 @@ def stale_counts_of(case: Case, model: nn.Module, num_stages: int) -> list[Stale
 
 
 def first_of_those_that_share(case: Case, num_stages: int) -> list[int]:
-    """Of each stage, the first that shares a parameter with it, or with one that does, ...; or itself."""
+    """Return for each stage the first stage to which a chain of shared parameters links it, or itself."""
     stage_of = [stage for stage, count in enumerate(case.counts(num_stages)) for _ in range(count)]
     holders: dict[int, set[int]] = {}
     for unit, stage in zip(pipeline_units(case.make_model()), stage_of, strict=True):
         for parameter in unit.module.parameters():
             holders.setdefault(id(parameter), set()).add(stage)
     first = list(range(num_stages))
-    for _ in first:  # as often as a number may have to be handed on
+    for _ in first:  # enough rounds for the longest chain
         for stages in holders.values():
             least = min(first[stage] for stage in stages)
             first = [least if stage in stages else number for stage, number in enumerate(first)]
@@ -270,7 +270,7 @@ def first_of_those_that_share(case: Case, num_stages: int) -> list[int]:
 
 
 def versioned_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a training changes: name -> parameter, or buffer of a layer that counts."""
+    """Return what training changes: name -> trainable parameter, or versioned buffer of a layer with statistics."""
     tensors: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for name, layer in model.named_modules():
         if isinstance(layer, StatisticsLayer):
@@ -288,7 +288,7 @@ Results = list[dict[str, Any]]
 
 
 def weights_of(results: Results, replica: int = 0) -> dict[str, np.ndarray]:
-    """The weights of all stages of a replica."""
+    """Return the weights of all stages of a replica."""
     weights: dict[str, np.ndarray] = {}
     for result in results:
         if result["replica"] == replica:
@@ -297,7 +297,7 @@ def weights_of(results: Results, replica: int = 0) -> dict[str, np.ndarray]:
 
 
 def assert_same_weights(results: Results, expected: dict[str, Tensor]) -> None:
-    """Bitwise, and every parameter on exactly one stage."""
+    """Check that weights and copies are bitwise equal to the expected ones, and that each weight is on one stage."""
     weights = weights_of(results)
     assert sorted(weights) == sorted(expected)
     assert sum(len(result["weights"]) for result in results) == len(expected)
@@ -309,26 +309,26 @@ def assert_same_weights(results: Results, expected: dict[str, Tensor]) -> None:
 
 
 def assert_same_losses(results: Results, expected: list[float]) -> None:
-    """Of the mini-batches whose samples count, on the last stage, which has rank 0."""
+    """Compare the losses of mini-batches with counted samples on the last stage, which is on rank 0."""
     assert all(not result["losses"] for result in results if result["stage"] != results[0]["stage"])
     losses = [loss if loss else float("nan") for loss in results[0]["losses"]]  # a batch without weight has no loss
     assert losses == pytest.approx(expected, rel=1e-6, nan_ok=True)
 
 
 def assert_same_norms(results: Results) -> None:
-    """All ranks clip and log the same number."""
+    """Check that all ranks clip by and log the same norms."""
     assert all(result["norms"] == results[0]["norms"] for result in results)
 
 
 def assert_same_statistics(results: Results) -> None:
-    """All ranks log the same numbers."""
+    """Check that all ranks log the same statistics."""
     assert all(result["statistics"] == results[0]["statistics"] for result in results)
 
 
 def check_random_case(pools: EnginePools, seed: int) -> None:
     num_stages, case = draw(seed)
     results = pools.run(case, num_stages)
-    # Replicas read the same data: g + g over w + w is g over w exactly.
+    # Replicas read the same data, and (g + g) / (w + w) is exactly g / w.
     expected, _ = run_oracle(replace(case, data_parallel_size=1), num_stages)
     exact = is_exact(pipeline_units(case.make_model()), case.counts(num_stages), case.data_parallel_size)
     for replica in range(case.data_parallel_size):
@@ -345,7 +345,7 @@ def check_random_case(pools: EnginePools, seed: int) -> None:
 def steady_utilisation(
     lanes: Sequence[Sequence[Span]], microbatches: int, first_batch: int, last_batch: int
 ) -> tuple[float, float]:
-    """Time per mini-batch, and the share of it that the busiest stage works, between the ends of two on the first."""
+    """Return the time per mini-batch and the busiest stage's utilisation, between two mini-batch ends on stage 0."""
     ends = {span.index: span.end for span in lanes[0] if span.kind is Kind.BACKWARD}
     start, end = (ends[(t + 1) * microbatches - 1] for t in (first_batch, last_batch))
     return (end - start) / (last_batch - first_batch), max(utilisation(lane, start, end) for lane in lanes)

@@ -1,4 +1,4 @@
-"""Scenarios: trainings with and without evaluations in between, where everything draws random numbers and counts."""
+"""Scenarios: trainings with or without evaluations, whose data, model and callbacks draw random numbers."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from tests.helpers.trainer import Net, Run, Samples, make_trainer, report
 
 @dataclass(frozen=True)
 class Evaluations:
-    """What is validated in a training, and when."""
+    """Plan of the validations during a training, and of how its data is read."""
 
-    trainer: dict[str, Any] = field(default_factory=dict)  # arguments
+    trainer: dict[str, Any] = field(default_factory=dict)  # arguments of the Trainer
     sizes: tuple[tuple[int, int], ...] = ((13, 4),)  # number of samples and batch size of each validation loader
-    shuffled: bool = False  # by a sampler that draws from torch's generator, in place of the distributed one
-    drawing: bool = True  # samples of the training set are changed by random numbers as they are read
-    workers: int = 0  # processes that read the training set
+    shuffled: bool = False  # loaders shuffle by torch's generator, without the distributed sampler
+    drawing: bool = True  # training samples get random noise when they are read
+    workers: int = 0  # number of processes that read the training set
     gradients: bool = False  # the validation runs with gradients enabled
-    drawn_before: bool = False  # after it was seeded, the process has drawn from its generators
+    drawn_before: bool = False  # the process draws from its generators after it has been seeded
 
 
 class TorchNoisySamples(Samples):
-    """Every sample is moved by torch's random numbers when it is read; validation steps leave those as they are."""
+    """Dataset whose samples get noise from torch's generator, which validation steps leave unchanged."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         sample = super().__getitem__(index)
@@ -46,7 +46,7 @@ class TorchNoisySamples(Samples):
 
 
 class NoisySamples(TorchNoisySamples):
-    """By numpy's and Python's, too."""
+    """Dataset whose samples also get noise from NumPy's and Python's generators."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         sample = super().__getitem__(index)
@@ -54,7 +54,7 @@ class NoisySamples(TorchNoisySamples):
 
 
 class RestlessNet(Net):
-    """Running statistics, dropout, layers that count, and random numbers around the model."""
+    """Module with running statistics, dropout, layers that count, and random numbers before and after the model."""
 
     def __init__(self, run: Run, gradients: bool = False) -> None:
         super().__init__(run)
@@ -78,7 +78,7 @@ class RestlessNet(Net):
 
 
 class DrawsInValidation(L.Callback):
-    """Draws from every generator in the hooks of a validation."""
+    """Callback that draws from every generator in the hooks of a validation."""
 
     def on_validation_start(self, *args: Any) -> None:
         draw()
@@ -87,7 +87,7 @@ class DrawsInValidation(L.Callback):
 
 
 def training_loader(run: Run, plan: Evaluations) -> DataLoader:
-    """The training set; its workers are forks, because a pool's process would import everything anew for them."""
+    """Return the training loader, with forked workers: others would import everything anew in a pool's process."""
     data = NoisySamples(run.samples) if plan.drawing else Samples(run.samples)
     forked = "fork" if plan.workers else None
     return DataLoader(data, run.batch_size, run.shuffle, num_workers=plan.workers, multiprocessing_context=forked)
@@ -95,7 +95,7 @@ def training_loader(run: Run, plan: Evaluations) -> DataLoader:
 
 @contextmanager
 def may_have_children() -> Iterator[None]:
-    """A pool's processes are daemons, which multiprocessing allows no workers for data."""
+    """Allow data workers in a pool's process, a daemon, which multiprocessing forbids to have children."""
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     before, config["daemon"] = config.get("daemon"), False
     try:
@@ -105,17 +105,17 @@ def may_have_children() -> Iterator[None]:
 
 
 def draw() -> tuple[float, float, float]:
-    """A number of each of the process's generators."""
+    """Return a random number from each of the process's generators."""
     return float(torch.rand(())), float(np.random.rand()), random.random()
 
 
 def fingerprint(x: Tensor) -> str:
-    """A few letters that stand for a tensor."""
+    """Return a short hash of a tensor."""
     return hashlib.blake2b(x.detach().contiguous().numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def trajectory(run: Run, evaluations: Evaluations | None, plan: Evaluations) -> dict[str, Any]:
-    """Train, with evaluations or without; ``plan``: how training data is read."""
+    """Train with or without evaluations, and return a report; ``plan`` says how the training data is read."""
     L.seed_everything(run.seed, verbose=False, workers=True)
     if plan.drawn_before:
         draw()
@@ -143,7 +143,7 @@ def trajectory(run: Run, evaluations: Evaluations | None, plan: Evaluations) -> 
 
 
 def fabric_batches(run: Run, plan: Evaluations) -> list[str]:
-    """The batches of a loop over Fabric, two epochs, as this rank's loader hands them on."""
+    """Return fingerprints of the batches that this rank's loader returns in two epochs of a Fabric loop."""
     L.seed_everything(run.seed, verbose=False, workers=True)
     world = dist.get_world_size()
     fabric = L.Fabric(strategy=FabricAsyncPipelineStrategy(**run.options), devices=world, accelerator="cpu")
@@ -162,7 +162,7 @@ def fabric_batches(run: Run, plan: Evaluations) -> list[str]:
 
 
 def trainer_batches(run: Run, plan: Evaluations) -> list[str]:
-    """The same by a Trainer."""
+    """Return fingerprints of the batches that a Trainer reads."""
     L.seed_everything(run.seed, verbose=False, workers=True)
     seen: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Fabric loops that a worker process runs; the cases are those of the engine's tests."""
+"""Fabric loops for worker processes; they run the cases of the engine's tests."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.helpers.engine import tensors_on
 
 
 def world_size() -> int:
-    """Number of processes, as the launcher says it."""
+    """Return the number of processes that the launcher has set; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def make_fabric(strategy: PipelineStrategy, precision: Any = "32-true", seed: int = 5) -> L.Fabric:
-    """A launched Fabric on all ranks of this pool."""
+    """Return a launched Fabric for all ranks of this pool."""
     fabric = L.Fabric(strategy=strategy, devices=world_size(), accelerator="cpu", precision=precision)
     fabric.launch()
     fabric.seed_everything(seed, verbose=False)
@@ -30,15 +30,15 @@ def make_fabric(strategy: PipelineStrategy, precision: Any = "32-true", seed: in
 
 @dataclass
 class Run:
-    """A case on this rank, set up as a user would."""
+    """Run of a case on this rank, set up with the calls that a user would make."""
 
     case: Case
-    precision: Any = ""  # by default, what the case's weights need
-    spoilt: bool = False  # other initial weights, which loading must replace
-    options: dict[str, Any] = field(default_factory=dict)  # more of the strategy's
-    stages: int = 0  # all in this process, if there are any
-    evaluates_each: bool = False  # after every batch, also where no step follows it
-    at_once: bool = False  # the optimizer is made before the model is set up, and both are by one call
+    precision: Any = ""  # by default, the precision that the case's weights need
+    spoilt: bool = False  # start with other weights, which loading must replace
+    options: dict[str, Any] = field(default_factory=dict)  # further arguments of the strategy
+    stages: int = 0  # number of stages if all of them are in this process, else 0
+    evaluates_each: bool = False  # evaluate after every batch, even if no optimizer step follows it
+    at_once: bool = False  # make the optimizer first, then set it up in one call with the model
 
     def __post_init__(self) -> None:
         case = self.case
@@ -74,18 +74,18 @@ class Run:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a user would save."""
+        """State that a user would save."""
         state = {"model": self.model, "optimizer": self.optimizer, "step": len(self.norms)}
         return state if self.scheduler is None else {**state, "scheduler": self.scheduler}
 
     def load(self, path: str) -> None:
-        """Go on from a checkpoint; of the norms before it there is only the number."""
+        """Resume from a checkpoint; for each earlier mini-batch, the norm is None."""
         state = self.state
         self.fabric.load(path, state)
         self.norms += [None] * state["step"]
 
     def train(self, start: int = 0, stop: int | None = None, evaluate_after: tuple[int, ...] = ()) -> None:
-        """Mini-batches ``start`` to ``stop``, without a flush."""
+        """Train on mini-batches ``start`` to ``stop`` - 1, by default to the last one, without a drain at the end."""
         step = self.case.step(self.model)
         for t in range(len(self.case.mini_batches))[start:stop]:
             self.optimizer.zero_grad()
@@ -103,11 +103,11 @@ class Run:
             self.losses += [] if loss is None else [loss.item()]
             self.norms.append(self.strategy.gradient_norm)
             if t in evaluate_after:
-                with torch.inference_mode():  # a user's own; draining leaves it
+                with torch.inference_mode():  # entered by the user; a drain suspends it
                     self.evaluate()
 
     def evaluate(self) -> Any:
-        """Evaluate batch 0; the outputs on the last stage."""
+        """Evaluate batch 0, and return the outputs on the last stage."""
         self.model.eval()
         output = self.strategy.evaluation_step(lambda batch: self.model(batch["x"]), self.case.batch(0))
         self.model.train()
@@ -118,7 +118,7 @@ class Run:
         return self.strategy.session.mesh
 
     def result(self) -> dict[str, Any]:
-        """This rank's final weights and place."""
+        """Drain, and return this rank's final weights, its place, metrics, losses and norms."""
         self.strategy.drain()
         found = tensors_on(self.strategy.session.stage, self.mesh)
         found |= {kind: {n: t.float().numpy() for n, t in found[kind].items()} for kind in ("weights", "copies")}
@@ -126,7 +126,7 @@ class Run:
 
 
 def train(case: Case, evaluate_after: tuple[int, ...] = (), precision: Any = "", **more: Any) -> dict[str, Any]:
-    """Train a case to its end."""
+    """Train a case to its end, and return this rank's result."""
     run = Run(case, precision, **more)
     run.train(evaluate_after=evaluate_after)
     return run.result()
@@ -136,7 +136,7 @@ def go_through(
     case: Case, loads: str | None = None, saves: str | None = None, at: int = 0, evaluate_after: tuple[int, ...] = (),
     options: dict[str, Any] | None = None, stages: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """Begin, or go on from a checkpoint; save after mini-batch ``at`` - 1, and go on to the end."""
+    """Train to the end, from the start or a checkpoint; ``saves``: save a checkpoint after mini-batch ``at`` - 1."""
     run = Run(case, spoilt=loads is not None, options=options or {}, stages=stages)
     if loads is not None:
         run.load(loads)
@@ -144,5 +144,5 @@ def go_through(
         run.train(len(run.norms), at, evaluate_after)
         run.fabric.save(saves, run.state)
     run.train(len(run.norms), None, evaluate_after)
-    run.strategy.checkpoints.settle()  # as the end of a script waits for what is still being written
+    run.strategy.checkpoints.settle()  # the end of a script also waits for saves in the background
     return run.result()

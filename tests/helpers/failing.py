@@ -1,4 +1,4 @@
-"""Processes of their own for runs that fail, and the ways in which they do."""
+"""Separate processes for runs that fail, and the scenarios in which they fail."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tests.helpers.pool import free_port, worker_context
 from tests.nccl_rules.late import know_on_device_alone
 
 CPU = torch.device("cpu")
-ALIVE: list[Any] = []  # a message that was sent and whose tensor is then let go of may never arrive
+ALIVE: list[Any] = []  # keeps runs alive: a sent message may never arrive if its tensor is freed
 Batch = dict[str, Tensor]
 
 
 @dataclass
 class Outcome:
-    """How a rank ended: with the name and text of an error, or with what the scenario returned."""
+    """Outcome of a rank: the name and text of an error, or the value that the scenario returned."""
 
     error: str = ""
     text: str = ""
@@ -42,7 +42,7 @@ class Outcome:
 
 
 def run_ranks(scenario: Callable[..., Any], world_size: int, *args: Any, timeout: float = 40.0) -> list[Outcome]:
-    """Run ``scenario(mesh, *args)`` on every rank; ``error`` is "killed" or "hang" for a rank that said nothing."""
+    """Run ``scenario(mesh, *args)`` on every rank; ``error`` is "killed" or "hang" for a rank that reported nothing."""
     context, port = worker_context(), free_port()
     connections, processes = [], []
     for rank in range(world_size):
@@ -83,12 +83,12 @@ def _work(rank: int, world_size: int, port: int, connection: Any, scenario: Call
         outcome = Outcome(type(error).__name__, str(error))
     outcome.seconds = time.monotonic() - start
     connection.send(outcome)
-    os._exit(0)  # as a failed process: without a word to the others
+    os._exit(0)  # like a failed process, without telling the other ranks
 
 
 @dataclass
 class Run:
-    """A small training run on one rank."""
+    """Small training run on one rank."""
 
     mesh: Mesh
     microbatches: int = 3
@@ -112,7 +112,7 @@ class Run:
         ALIVE.append(self)
 
     def train(self, index: int, batch: Batch | None = None, step: Callable[..., Tensor] | None = None) -> list[Update]:
-        """One batch, and the updates that are due after it."""
+        """Run one batch, and return the updates that are due after it."""
         self.engine.run(self.case.batch(index, self.mesh.replica) if batch is None else batch, step or self.step)
         self.engine.complete()
         return self.engine.apply_due()
@@ -122,7 +122,7 @@ class Run:
 
 
 def error_of_user(mesh: Mesh, stage: int, when: int) -> None:
-    """User code, or a layer, of one stage fails at batch ``when``."""
+    """Fail on one stage at batch ``when``: in the user's step on the first or last stage, in a layer on another one."""
     run = Run(mesh)
 
     def failing(microbatch: Batch, weight: float) -> Tensor:
@@ -143,7 +143,7 @@ def layer_returns_text(mesh: Mesh) -> None:
 
 
 def other_batch(mesh: Mesh, when: int) -> None:
-    """From batch ``when`` on the last stage reads something else."""
+    """Run with other data on the last stage, from batch ``when`` on."""
     run = Run(mesh)
     for index in range(6):
         batch = run.case.batch(index)
@@ -153,14 +153,14 @@ def other_batch(mesh: Mesh, when: int) -> None:
 
 
 def shorter_batch(mesh: Mesh, stage: int) -> None:
-    """A batch has fewer samples on one stage."""
+    """Run a batch that has fewer samples on one stage."""
     run = Run(mesh)
     length = 2 if mesh.stage == stage else 3
     run.train(0, {name: value[:length] for name, value in run.case.batch(0).items()})
 
 
 def ends_early(mesh: Mesh, stage: int, evaluates: bool) -> None:
-    """One stage has three batches, the others four; all were drained after the third."""
+    """Run three batches on one stage and four on the others; a training is drained after the third."""
     run = Run(mesh)
     batches = 3 if mesh.stage == stage else 4
     for index in range(batches):
@@ -187,7 +187,7 @@ def killed(mesh: Mesh, rank: int) -> None:
 
 
 def stopped(mesh: Mesh, rank: int, flag: str) -> list[int]:
-    """The mini-batches whose updates told this rank that one of all asks to stop."""
+    """Return the mini-batches of the updates that this rank applied once it knew of a rank's request to stop."""
     run, told = Run(mesh), []
     for index in range(6):
         if (mesh.rank, index) == (rank, 2):
@@ -199,10 +199,10 @@ def stopped(mesh: Mesh, rank: int, flag: str) -> list[int]:
 
 
 def not_a_number(mesh: Mesh, late: bool) -> tuple[int, str, bool] | None:
-    """The gradient of a weight of the first stage, of the last replica, at mini-batch 2; losses stay numbers.
+    """Train with a NaN gradient on the first stage of the last replica at mini-batch 2; losses stay finite.
 
-    Returns the batch in which the error came, its text, and whether all weights are numbers. ``late``: stages step
-    ahead of the others, and of their devices.
+    Return the batch that raised the error, its text, and whether all weights are finite; None without an error.
+    ``late``: stages step before the others have agreed, and before the host knows whether gradients are finite.
     """
     if late:
         know_on_device_alone()
@@ -219,7 +219,7 @@ def not_a_number(mesh: Mesh, late: bool) -> tuple[int, str, bool] | None:
 
 
 def _spoil_gradient(module: torch.nn.Module) -> None:
-    """Let a gradient of its next backward be NaN."""
+    """Make the gradient of a module's first parameter NaN from its next forward on."""
     forward = module.forward
 
     def spoiled(x: Tensor) -> Tensor:

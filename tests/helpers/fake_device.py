@@ -1,4 +1,4 @@
-"""A device in simulated time for the clock of spans, and one in real time that lags behind its host."""
+"""Fake devices for the clock of spans: one in simulated time, and one in real time that lags behind its host."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ LAG_SECONDS = 0.05
 
 
 class FakeDevice:
-    """A host and a device whose clock drifts from its own; stands for ``time`` and for the events of the device."""
+    """Fake of a host and a device with a drifting clock; replaces module ``time`` and the factory of events."""
 
     def __init__(self, drift: float = 0.0) -> None:
         self.host = 1000.0
         self.is_broken = False
         self.queries = 0
         self._drift = drift
-        self._free = 0.0  # when the stream that computes will have done what was launched, by the device's clock
+        self._free = 0.0  # device time at which the compute stream completes all launched work
 
     @property
     def seconds(self) -> float:
-        """What the device's clock says."""
+        """Time of the device's clock."""
         return (self.host - 900.0) * (1 + self._drift)
 
     def launch(self, seconds: float) -> None:
-        """Something that takes the device so long, once it has come to it."""
+        """Launch work that takes ``seconds`` on the device, after all earlier work."""
         self._free = max(self._free, self.seconds) + seconds * (1 + self._drift)
 
     def perf_counter(self) -> float:
@@ -41,7 +41,7 @@ class FakeDevice:
 
 
 class FakeEvent:
-    """Stands for a ``torch.cuda.Event`` that was recorded."""
+    """Fake of a recorded ``torch.cuda.Event``."""
 
     def __init__(self, device: FakeDevice, passes: float) -> None:
         self._device, self._passes = device, passes
@@ -63,7 +63,7 @@ class FakeEvent:
 
 
 class LaggingDevice(FakeDevice):
-    """One in real time, which comes to everything a little later than its host launches it."""
+    """Fake device in real time that completes work ``LAG_SECONDS`` after its host launches it."""
 
     @property
     def seconds(self) -> float:

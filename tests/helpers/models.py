@@ -1,6 +1,6 @@
-"""Small models of this package and of other libraries, by name, and what they are trained on.
+"""Small models of this package and of other libraries, by name, and the data that they are trained on.
 
-Of packages that are not installed everywhere, functions import what they need.
+Packages that are not installed everywhere are imported in the functions that need them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SEQ2SEQ = {
 }  # fmt: skip
 _IMAGE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
 _BY_HAND = {**_GROUPED, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-# name -> class of transformers, and what its configuration says
+# name -> class of transformers and options of its configuration
 TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 99, "n_positions": 64}),
     "llama": ("LlamaForCausalLM", _GROUPED),
@@ -79,7 +79,7 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def of_transformers(name: str, **more: Any) -> nn.Module:
-    """A model of a family, with more or other options of its configuration."""
+    """Return a model of a family; ``more`` adds or replaces options of its configuration."""
     transformers = pytest.importorskip("transformers")
     kind, options = TRANSFORMERS[name]
     model_class = getattr(transformers, kind)
@@ -120,27 +120,27 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 QUICK = (
     "llama", "mixtral", "deepseek_v3", "t5", "vit", "swin", "lora", "timm_vit", "torchvision_resnet",
 )  # fmt: skip
-"""Tried by default."""
+"""Families that the default tests train."""
 EXAMPLES = {
     **dict.fromkeys(("timm_vit", "timm_distilled", "timm_convnext"), (2, 3, 32, 32)),
-    "torchvision_resnet": (2, 3, 64, 64),  # several values per channel for BatchNorm, in a microbatch of one sample
+    "torchvision_resnet": (2, 3, 64, 64),  # BatchNorm needs several values per channel, even with one sample
 }
 
 
 def example_of(name: str) -> tuple[Tensor, ...] | None:
-    """What the model is called with, where it does not say enough of itself."""
+    """Return arguments for the model, or None if they can be derived from the model itself."""
     return (torch.randn(EXAMPLES[name]),) if name in EXAMPLES else None
 
 
 def batches_for(name: str, model: nn.Module, count: int = 2) -> list[dict[str, Tensor]]:
-    """Batches of four samples, the last two of which are shorter where there is a mask."""
+    """Return batches of four samples, two of which are shorter if the model takes a mask."""
     args, kwargs = next(iter(examples_of(model))) if name not in EXAMPLES else (example_of(name) or (), {})
     one = {"x": args[0]} if args else {key: value for key, value in kwargs.items() if isinstance(value, Tensor)}
     return [{key: torch.cat([value, value.flip(0)]).roll(i, 0) for key, value in one.items()} for i in range(count)]
 
 
 def step_of(model: nn.Module) -> Callable[..., Tensor]:
-    """A step that trains a model of somebody else's."""
+    """Return a training step for a third-party model."""
 
     def step(batch: dict[str, Tensor], *_: Any) -> Tensor:
         output = model(batch["x"]) if list(batch) == ["x"] else model(**batch)
@@ -153,7 +153,7 @@ def step_of(model: nn.Module) -> Callable[..., Tensor]:
 
 
 class Trained(L.LightningModule):
-    """Does so as a module."""
+    """LightningModule around a third-party model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ def _train_in_stages(model: nn.Module, batches: list[dict[str, Tensor]], stages:
 
 
 def assert_trains(model: nn.Module, batches: list[dict[str, Tensor]], stages: int = 3) -> None:
-    """A pipeline trains as one process does: to the last bit, or its gradients are added in another order."""
+    """Check that a pipeline trains as one process does, bitwise unless it adds gradients in another order."""
     found, expected = copy.deepcopy(model), copy.deepcopy(model)
     is_exact = model.pipeline_layers.is_exact  # type: ignore[union-attr]
     _train_in_stages(found, batches, stages)
@@ -200,7 +200,7 @@ def assert_trains(model: nn.Module, batches: list[dict[str, Tensor]], stages: in
         torch.testing.assert_close(tensor, state[name], **how, msg=lambda m, n=name: f"{n}: {m}")
 
 
-# -- models of this package of every class that an export can be -------------------------------------------------------
+# -- models of this package, for every class of transformers that they are exported to ---------------------------------
 
 SHAPE = {
     "vocab_size": 96, "context_length": 48, "num_layers": 3, "dim": 32, "num_heads": 4, "mlp_dim": 56,
@@ -232,7 +232,7 @@ CASES: dict[str, tuple[str, GPTConfig]] = {
 
 
 def make_model(config: GPTConfig, seed: int = 0) -> GPT:
-    """Norms away from 1 and biases away from 0, as after a training."""
+    """Return a model whose norms differ from 1 and whose biases differ from 0, as after training."""
     torch.manual_seed(seed)
     model = GPT(config)
     with torch.no_grad():
@@ -272,7 +272,7 @@ TEXTS = ["def add(a, b):\n    return a + b\n", "What is two and two? It is four.
 
 
 def make_tokenizer() -> Any:
-    """A byte-pair encoding of 290 tokens with a chat template."""
+    """Return a byte-pair tokenizer with 290 tokens and a chat template."""
     import transformers
 
     backend = Tokenizer.train(TEXTS, vocab_size=286).backend
@@ -284,7 +284,7 @@ def make_tokenizer() -> Any:
 
 
 def make_folder(folder: Path, kind: str = "Llama", head: str = "ForCausalLM", **config: Any) -> Path:
-    """A model with random weights, its config and its tokenizer."""
+    """Save a model with random weights, its config and a tokenizer in a folder, and return the folder."""
     import transformers
 
     torch.manual_seed(0)
@@ -296,7 +296,7 @@ def make_folder(folder: Path, kind: str = "Llama", head: str = "ForCausalLM", **
 
 
 def padded_batches(count: int) -> list[dict[str, Tensor]]:
-    """Batches whose samples count differently many targets."""
+    """Return batches whose samples have different numbers of targets, due to padding."""
     generator = torch.Generator().manual_seed(1)
     batches = []
     for _ in range(count):
@@ -309,6 +309,6 @@ def padded_batches(count: int) -> list[dict[str, Tensor]]:
 
 
 def unigram_loss(train_tokens: Tensor, val_tokens: Tensor, vocab_size: int) -> float:
-    """Cross-entropy, in nats per token, of a model that knows nothing but how often each token occurs."""
+    """Return the cross-entropy, in nats per token, of a model that knows only the frequency of each token."""
     counts = torch.bincount(train_tokens.flatten().long(), minlength=vocab_size).double() + 1
     return float(-torch.log(counts / counts.sum())[val_tokens.flatten().long()].mean())

@@ -1,4 +1,4 @@
-"""LightningModules of the tests, each with one thing that a user may do."""
+"""LightningModules for the tests, each of which does something that a user's module may do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.helpers.trainer import Net, Run, Samples
 
 
 class InPlace(nn.Module):
-    """Changes its input in place before it uses it, as memory-saving layers do."""
+    """Layer that changes its input in place before using it, as memory-saving layers do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class InPlace(nn.Module):
 
 
 class InPlaceNet(Net):
-    """Every cut lies before a layer that changes what it is given."""
+    """Module whose middle layers change their input in place, so that later stages can begin with such a layer."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -46,7 +46,7 @@ class InPlaceNet(Net):
 
 
 class NoisyNet(Net):
-    """Draws random numbers before and after the model."""
+    """Module that draws random numbers before and after its model."""
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         out = self.model(batch["x"] + 0.1 * torch.randn_like(batch["x"]))
@@ -54,7 +54,7 @@ class NoisyNet(Net):
 
 
 class WeighingNet(Net):
-    """Weighs its microbatches; a weight may be 0."""
+    """Module that defines weights of its microbatches, which may be 0."""
 
     def microbatch_weight(self, batch: dict[str, Tensor]) -> float:
         return float((batch["y"] > 0).sum())
@@ -65,7 +65,7 @@ class WeighingNet(Net):
 
 
 class SummingNet(Net):
-    """Returns sums; its log and its oracle know the mean."""
+    """Module whose step returns a sum; it logs the mean, and returns the mean to the oracle."""
 
     loss_reduction = "sum"
 
@@ -81,7 +81,7 @@ def small_gpt(run: Run, **options: Any) -> GPTModule:
 
 
 class SumsAndExtremes(Net):
-    """Logs with every way to reduce."""
+    """Module that logs with every kind of ``reduce_fx``."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         x = batch["x"]
@@ -93,7 +93,7 @@ class SumsAndExtremes(Net):
 
 
 class MetricNet(Net):
-    """Logs torchmetrics objects."""
+    """Module that logs torchmetrics objects."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -115,7 +115,7 @@ class MetricNet(Net):
 
 
 class BatchNormNet(Net):
-    """Has buffers that its forward changes; those of the first layer depend on the batches alone."""
+    """Module with buffers that its forward changes; those of the first layer depend on the batches alone."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -127,7 +127,7 @@ class BatchNormNet(Net):
 
 
 class Recomputed(nn.Module):
-    """Computes again in the backward; its BatchNorm is frozen, as in fine-tuning."""
+    """Layer that is recomputed in the backward; its BatchNorm is frozen, as in fine-tuning."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Recomputed(nn.Module):
 
 
 class FrozenStatisticsNet(Net):
-    """A part of it stays in evaluation mode all through the training."""
+    """Module whose BatchNorm layers stay in evaluation mode throughout training."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -149,14 +149,14 @@ class FrozenStatisticsNet(Net):
 
 
 class LogsAtTheEnd(L.Callback):
-    """Logs, after every batch, what gets better in the first three."""
+    """Callback that logs, after every batch, a value that improves in the first three batches only."""
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         module.log("late", torch.tensor(float(max(3 - trainer.global_step, 0))))
 
 
 class BackboneNet(Net):
-    """Has a backbone, for the callbacks that thaw one."""
+    """Module with a backbone, for callbacks that unfreeze one."""
 
     @property
     def backbone(self) -> nn.Module:
@@ -164,7 +164,7 @@ class BackboneNet(Net):
 
 
 class Embeds(nn.Module):
-    """A first layer that takes a mask by its name, and hands on a dictionary."""
+    """First layer, which takes a mask as a keyword argument and returns a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class Embeds(nn.Module):
 
 
 class Carries(nn.Module):
-    """A layer that changes one entry of what it is given."""
+    """Layer that changes one entry of the dictionary that it receives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class Carries(nn.Module):
 
 
 class Carrying(nn.Module):
-    """Layers of somebody else's, cut by ``pipeline_layers()`` alone."""
+    """Stand-in for a third-party model, cut by ``pipeline_layers()`` alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class Carrying(nn.Module):
 
 
 class CarryingNet(Net):
-    """Sends dictionaries with a mask, positions, ``None`` and a number over its cuts."""
+    """Module whose stages send dictionaries with a mask, positions, ``None`` and a number."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -217,7 +217,7 @@ class CarryingNet(Net):
 
 
 class Begin(nn.Module):
-    """Holds a parameter that its model keeps, and a matrix that three places know."""
+    """First layer, with a parameter that its model also holds, and a matrix that three modules share."""
 
     def __init__(self, scale: nn.Parameter, shared: nn.Linear) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ class End(nn.Module):
 
 
 class Second(nn.Module):
-    """The model keeps its layers' parameters, buffers and modules itself, too; a function of a layer uses one."""
+    """Model that also holds parameters, buffers and modules of its layers; the function of a layer uses one."""
 
     def __init__(self, norm: type[nn.Module] = nn.BatchNorm1d) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ class SecondNet(Net):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.model = Second()
-        if run.options.get("weight_dtype"):  # torch has no BatchNorm of both dtypes on a CPU
+        if run.options.get("weight_dtype"):  # on a CPU, torch's BatchNorm does not support mixed dtypes
             self.model = Second(nn.LayerNorm)
         self.head_weight = self.model.head.weight
         self.twin = self.model
@@ -285,7 +285,7 @@ EMA = ((EMAWeightAveraging, {"decay": 0.6}),)
 
 
 class HasAverage(Changing):
-    """Keeps torch's average of its network."""
+    """Module that keeps a moving average of its network in torch's ``AveragedModel``."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -296,7 +296,7 @@ class HasAverage(Changing):
 
 
 class Stream(IterableDataset):
-    """Samples without a length."""
+    """Dataset of samples that has no length."""
 
     def __init__(self, count: int, seed: int = 0) -> None:
         self.samples = Samples(count, seed)

@@ -1,4 +1,4 @@
-"""The same runs by the oracle, in the test's own process, and comparisons with it."""
+"""Runs by the oracle, in the test's own process, and comparisons with it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.trainer import DATASETS, Run, arrays, make_scheduler
 
 
 def batches_of(run: Run, epoch: int, limit: int | None = None, replicas: int = 1, replica: int = 0) -> list[Any]:
-    """The batches of an epoch, in the order that every stage must see."""
+    """Return the batches of an epoch, in the order that every stage must see."""
     data = DATASETS[run.dataset](run.samples)
     sampler: Any = DistributedSampler(data, num_replicas=replicas, rank=replica, shuffle=run.shuffle, seed=run.seed)
     sampler.set_epoch(epoch)
@@ -34,7 +34,7 @@ def oracle(
     run: Run, microbatches: int, mini_batches: list[list[Any]], max_norm: float | None = None,
     after_update: Callable[[torch.optim.Optimizer], Callable[[], None]] | None = None, start: int = 0,
 ) -> tuple[dict[str, np.ndarray], list[float]]:  # fmt: skip
-    """Final weights and the loss of every step; the first ``start`` mini-batches are those of a synchronous run."""
+    """Return final weights and each mini-batch's loss; the first ``start`` mini-batches are trained synchronously."""
     L.seed_everything(run.seed, verbose=False)
     module = run.module(run)
     module.configure_model()
@@ -59,7 +59,7 @@ def oracle(
 
 
 def joined_weights(results: list[dict[str, Any]], stages: int) -> dict[str, np.ndarray]:
-    """The weights of all stages of the first replica, each on one stage only."""
+    """Return the weights of the first replica's stages; check that weights on several stages are equal."""
     return joined_parts([result["weights"] for result in results[:stages]])
 
 
@@ -72,14 +72,14 @@ def joined_parts(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 def assert_equal_weights(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    """Bitwise."""
+    """Check that weights are bitwise equal."""
     assert sorted(actual) == sorted(expected)
     different = [name for name in expected if not np.array_equal(actual[name], expected[name])]
     assert not different, f"not bitwise equal: {different}"
 
 
 def plain_module(run: Run, weights: dict[str, np.ndarray]) -> L.LightningModule:
-    """The whole module in this process, with given weights, ready to evaluate."""
+    """Return the whole module in this process, with the given weights and in evaluation mode."""
     module = run.module(run)
     module.configure_model()
     module.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})

@@ -1,4 +1,4 @@
-"""Worker processes that stay: each stands in an environment like torchrun's and runs one scenario after the other."""
+"""Persistent worker processes, each in an environment like torchrun's, that run one scenario after another."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from tests.helpers.engine import run_case
 
 Scenario = Callable[..., Any]
 Prepare = Callable[[int], Callable[[], None]]
-"""Called with the rank in each worker at its beginning; what it returns is called after every case."""
+"""Function that each worker calls with its rank when it starts; it returns a function to call after every case."""
 SHORT_GRACE_SECONDS = 0.3
-opened = contextlib.closing  # of pools
+opened = contextlib.closing  # context manager that closes pools
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -51,8 +51,8 @@ def worker_context() -> Any:
 def fork_server() -> None:
     """Fork the server of :func:`worker_context` from this process, which has imported all tests.
 
-    A server of its own would import them again, and so would each of its processes. Called before the first test, since
-    a fork has no threads. Where there is a GPU, what is forked could not use it; on macOS it could crash.
+    A usual server would import them again, and so would each of its processes. Call this before the first test: a fork
+    has no other threads. A fork cannot use a GPU and may crash on macOS, so the usual server is used there.
     """
     if sys.platform != "linux" or Path("/dev/nvidiactl").exists():
         return
@@ -62,7 +62,7 @@ def fork_server() -> None:
     def fork(path: str, arguments: list[str], descriptors: Sequence[int]) -> int:
         if child := os.fork():
             return child
-        os.close(sys._getframe(1).f_locals["alive_w"])  # of the pipe whose end tells that nobody needs the server
+        os.close(sys._getframe(1).f_locals["alive_w"])  # the server ends when no process holds this end of a pipe
         for descriptor in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", 1, closefd=False)
@@ -71,20 +71,20 @@ def fork_server() -> None:
                 handler.setStream(sys.stderr)
         multiprocessing.forkserver._forkserver.__init__()  # type: ignore[attr-defined,misc]  # its lock is held
         multiprocessing.util.spawnv_passfds = spawn
-        torch.cuda._is_in_bad_fork = bool  # a test's module may have asked for a device, which is not there
+        torch.cuda._is_in_bad_fork = bool  # false, even if a test's module has asked for CUDA
         sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, AssertionRewritingHook)]
         try:
             exec(arguments[-1], {})
         finally:
             os._exit(0)
 
-    multiprocessing.resource_tracker.ensure_running()  # a program of its own
+    multiprocessing.resource_tracker.ensure_running()  # a separate program, which must not be forked
     with patch.object(multiprocessing.util, "spawnv_passfds", fork):
         multiprocessing.forkserver.ensure_running()
 
 
 def end_with_parent() -> None:
-    """Let this worker end when the process that made it is gone: killed tests would leave it busy."""
+    """End this worker when its parent process has ended, since killed tests would leave it running."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "not called in a worker"
 
@@ -96,10 +96,10 @@ def end_with_parent() -> None:
 
 
 def free_port() -> int:
-    """One that no connection of another process gets by chance until it is used."""
+    """Return a free port that, until it is used, no connection of another process gets by chance."""
     ephemeral = int(_EPHEMERAL_PORTS.read_text().split()[0]) if _EPHEMERAL_PORTS.exists() else 32_768
     while True:
-        port = 10_000 + secrets.randbelow(ephemeral - 10_000)  # random numbers are seeded alike in all workers
+        port = 10_000 + secrets.randbelow(ephemeral - 10_000)  # ``random`` has the same seed in all workers
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("127.0.0.1", port))
             return port
@@ -107,7 +107,7 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a scenario came to on one rank: a value, or an error with its class's name and its message."""
+    """Result of a scenario on one rank: its value, or the class name, message and traceback of its error."""
 
     value: Any = None
     error: str = ""
@@ -116,7 +116,7 @@ class Outcome:
 
 
 class TrainerPool:
-    """``world_size`` processes in which Lightning sees externally started ranks; their process group is made once."""
+    """Processes that Lightning takes for ``world_size`` externally started ranks, with one lasting process group."""
 
     def __init__(self, world_size: int, prepare: Prepare | None = None) -> None:
         self.world_size = world_size
@@ -134,7 +134,7 @@ class TrainerPool:
     def outcomes(
         self, scenario: Scenario, *args: Any, timeout: float = 40.0, until_error: bool = False
     ) -> list[Outcome]:
-        """Run a scenario on all ranks; what it came to on each, by rank. ``until_error``: the first one ends it."""
+        """Run a scenario on all ranks and return the outcomes by rank; ``until_error`` raises at the first error."""
         self._signal(signal.SIGCONT)
         for task in self._tasks:
             task.put((scenario, args))
@@ -149,7 +149,7 @@ class TrainerPool:
                 ) from error
             assert not (until_error and outcome.error), f"rank {rank} failed on {args}:\n{outcome.trace}"
             outcomes[rank] = outcome
-        self._signal(signal.SIGSTOP)  # gloo's threads would look for messages a hundred times a second
+        self._signal(signal.SIGSTOP)  # gloo's threads would poll for messages a hundred times per second
         return [outcomes[rank] for rank in range(self.world_size)]
 
     def _signal(self, number: int) -> None:
@@ -157,7 +157,7 @@ class TrainerPool:
             os.kill(process.pid, number)
 
     def close(self) -> None:
-        """End the processes; with SIGKILL, because a failed scenario may have left threads that wait on gloo."""
+        """End the processes with SIGKILL, because a failed scenario may have left threads that wait on gloo."""
         for process in self._processes:
             process.kill()
             process.join(timeout=10)
@@ -171,7 +171,7 @@ class Pools:
         self._pools: dict[int, TrainerPool] = {}
 
     def outcomes(self, world_size: int, scenario: Scenario, *args: Any, **limits: Any) -> list[Outcome]:
-        """Run a scenario on ``world_size`` ranks, errors included; ``limits`` as for a pool."""
+        """Run a scenario that may fail on ``world_size`` ranks; ``limits`` are as in :meth:`TrainerPool.outcomes`."""
         if world_size not in self._pools:
             self._pools[world_size] = TrainerPool(world_size, self._prepare)
         try:
@@ -181,11 +181,11 @@ class Pools:
             raise
 
     def run(self, world_size: int, scenario: Scenario, *args: Any, timeout: float = 40.0) -> list[Any]:
-        """Run a scenario that must not fail; what it returned on each rank."""
+        """Run a scenario that must not fail, and return its value on each rank."""
         outcomes = self.outcomes(world_size, scenario, *args, timeout=timeout)
         failed = {rank: outcome.trace for rank, outcome in enumerate(outcomes) if outcome.error}
         if failed:
-            self._pools.pop(world_size).close()  # another test's ranks may not find each other in it
+            self._pools.pop(world_size).close()  # in the next test, its ranks might not find each other
         assert not failed, "\n".join(f"rank {rank}:\n{trace}" for rank, trace in failed.items())
         return [outcome.value for outcome in outcomes]
 
@@ -196,10 +196,10 @@ class Pools:
 
 
 class EnginePools(Pools):
-    """Processes that run the engine alone; with replicas they stand as D x P."""
+    """Pools of processes that run only the engine; D replicas of P stages form a D x P mesh."""
 
     def run(self, case: Case, num_stages: int) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Run a case; the results by rank, so the last stage of replica 0 comes first."""
+        """Run a case and return the results by rank, so the last stage of replica 0 comes first."""
         world_size = num_stages * case.data_parallel_size
         if world_size == 1:
             return [run_case(case, Mesh(1, 1, 0))]
@@ -207,8 +207,8 @@ class EnginePools(Pools):
         return [outcome.value for outcome in outcomes]
 
 
-_meshes: dict[int, Mesh] = {}  # of this worker, by the number of replicas
-_checks: list[Callable[[], None]] = []  # what its preparation asked for
+_meshes: dict[int, Mesh] = {}  # meshes of this worker by the number of replicas
+_checks: list[Callable[[], None]] = []  # functions that ``prepare`` returned, to be called after every case
 
 
 def _run_on_this_rank(case: Case) -> dict[str, Any]:
@@ -219,12 +219,12 @@ def _run_on_this_rank(case: Case) -> dict[str, Any]:
     outcome = run_case(case, _meshes[replicas])
     for check in _checks:
         check()
-    # numpy arrays travel by value; tensors would be shared by file descriptor
+    # NumPy arrays are sent by value; tensors would be shared through file descriptors
     return {k: {n: t.numpy() for n, t in v.items()} if isinstance(v, dict) else v for k, v in outcome.items()}
 
 
 def impatient(scenario: Scenario, *args: Any) -> Any:
-    """Run a scenario in which one rank fails alone: it hangs up soon, not after the seconds that others have for it."""
+    """Run a scenario in which one rank fails alone, with a shorter wait than usual before it ends its connections."""
     grace, failure_watch.GRACE_SECONDS = failure_watch.GRACE_SECONDS, SHORT_GRACE_SECONDS
     try:
         return scenario(*args)
@@ -233,7 +233,7 @@ def impatient(scenario: Scenario, *args: Any) -> Any:
 
 
 def elastic_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """The variables by which Lightning recognises torchrun."""
+    """Return the environment variables by which Lightning recognises torchrun."""
     return {
         "TORCHELASTIC_RUN_ID": "tests", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank),
         "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
@@ -243,9 +243,9 @@ def elastic_environment(rank: int, world_size: int, port: int) -> dict[str, str]
 def _work(rank: int, world_size: int, port: int, tasks: Any, results: Any, prepare: Prepare | None) -> None:
     end_with_parent()
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: also while it is stopped
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG works even while this process is stopped
     os.environ.update(elastic_environment(rank, world_size, port))
-    # Lightning would take cores / processes threads, and sums would be rounded differently for every number of stages.
+    # Lightning would use cores / processes threads, so the rounding of sums would depend on the number of stages.
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -256,8 +256,8 @@ def _work(rank: int, world_size: int, port: int, tasks: Any, results: Any, prepa
     held: list[BaseException] = []
     while True:
         scenario, args = tasks.get()
-        # What failed holds its pipeline's connections, which another rank may have read from until it failed as well.
-        # They are let go only now that all ranks have ended; their threads would take the next scenario's cores.
+        # An error keeps its pipeline's connections open, since other ranks may read from them until they fail as well.
+        # They are closed now that all ranks have ended, since their threads would take cores from the next scenario.
         held.clear()
         gc.collect()
         destroy_retired(grace=0.0)

@@ -1,4 +1,4 @@
-"""Programs in processes of the tests' fork server, which has imported the package: they import nothing anew."""
+"""Programs run in processes of the tests' fork server, so that they need not import the package again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.pool import worker_context
 
 
 class Ended(NamedTuple):
-    """A program that has ended: its exit code (a signal's number, negative), and what it printed."""
+    """Result of a program: its exit code (after a signal, the negative signal number) and its output."""
 
     returncode: int
     stdout: str
@@ -30,9 +30,9 @@ class Ended(NamedTuple):
 
 
 def run(arguments: Sequence[str], folder: Path, seconds: float = 100, **environment: str) -> Ended:
-    """Run what ``python ARGUMENTS`` would in a folder: a script, ``-m MODULE`` or ``-c CODE``, each with its arguments.
+    """Run ``python ARGUMENTS`` in a folder: a script, ``-m MODULE`` or ``-c CODE``, each with its arguments.
 
-    After so many seconds it is killed, with what it has started.
+    When it ends, or after ``seconds``, its whole process group is killed.
     """
     (ended,) = run_ranks(arguments, folder, [environment], seconds)
     return ended
@@ -41,7 +41,7 @@ def run(arguments: Sequence[str], folder: Path, seconds: float = 100, **environm
 def run_ranks(
     arguments: Sequence[str], folder: Path, environments: Sequence[Mapping[str, str]], seconds: float = 100
 ) -> list[Ended]:
-    """The same, as several processes at once that differ in their environment."""
+    """Run a program, as :func:`run` does, in several processes at once that differ in their environment."""
     outputs = [(folder / f"{rank}.out", folder / f"{rank}.err") for rank in range(len(environments))]
     processes = [
         start(arguments, folder, *said, environment) for said, environment in zip(outputs, environments, strict=True)
@@ -59,7 +59,7 @@ def run_ranks(
 def start(
     arguments: Sequence[str], folder: Path, output: Path, errors: Path, environment: Mapping[str, str]
 ) -> Any:  # fmt: skip
-    """Start such a program: a ``multiprocessing.Process`` that leads a group of its own."""
+    """Start such a program as a ``multiprocessing.Process`` that leads its own process group."""
     process = worker_context().Process(
         target=_be, args=(list(arguments), str(folder), str(output), str(errors), dict(environment))
     )
@@ -68,7 +68,7 @@ def start(
 
 
 def _be(arguments: list[str], folder: str, output: str, errors: str, environment: dict[str, str]) -> None:
-    """Be the program to the end of this process."""
+    """Run the program in this process, and end the process."""
     os.setsid()
     _speak_into(output, errors)
     os.environ.update(environment)
@@ -94,14 +94,14 @@ def _execute(arguments: list[str]) -> None:
         main = sys.modules["__main__"] = types.ModuleType("__main__")
         exec(compile(program, "<string>", "exec"), vars(main))
     elif how == "-m":
-        sys.modules.pop(program, None)  # as pytest has imported it
+        sys.modules.pop(program, None)  # pytest may have imported it
         runpy.run_module(program, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(program, run_name="__main__")
 
 
 def end_process(code: int) -> None:
-    """As Python ends: threads, what was registered for the end, what was printed."""
+    """End the process as Python does: join threads, call exit handlers and flush the output."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -119,15 +119,15 @@ def _speak_into(output: str, errors: str) -> None:
 
 
 def allocated(function, path):
-    """Return (peak, what is left) of the bytes that ``function`` allocated, from the allocator's own events.
+    """Return the peak and the final number of bytes that ``function`` allocates, from the allocator's events.
 
-    Memory of before is not counted when it is freed meanwhile, as the garbage of other tests is.
+    Earlier memory that is freed during the call, such as garbage of other tests, does not count.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
     profiler.export_chrome_trace(str(path))
     events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("name") == "[memory]"]
-    peak, sizes = 0, {}  # the sizes by address
+    peak, sizes = 0, {}  # sizes by address
     for event in sorted(events, key=lambda e: e["ts"]):
         address, size = event["args"]["Addr"], event["args"]["Bytes"]
         if size > 0:

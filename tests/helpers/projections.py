@@ -13,7 +13,7 @@ from tests.helpers.trainer import Net
 
 
 def parameters_of(optimizer: Any) -> list[torch.nn.Parameter]:
-    """Those that it steps: where one process runs all stages, the module has those of the others, too."""
+    """Return the parameters of an optimizer; where one process runs all stages, the module has more than these."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -31,7 +31,7 @@ class _Changes(L.Callback):
 
 
 class Changing(Net):
-    """Calls ``change`` after every batch's own update."""
+    """Module whose callback calls ``change`` after every batch's own update."""
 
     def configure_callbacks(self) -> list[L.Callback]:
         return [after_own_update(_Changes())]
@@ -52,7 +52,7 @@ class PutsOtherMemory(Changing):
 
 
 class Shrinks(Changing):
-    """Every call shows, and when it comes: not only the first of several."""
+    """Module that scales its weights by a factor of the batch, so that every call and its time affect the result."""
 
     def change(self, batch_idx: int) -> None:
         for parameter in self.parameters():
@@ -60,7 +60,7 @@ class Shrinks(Changing):
 
 
 class Draws(Changing):
-    """What is drawn must be the same on all ranks, and in one process."""
+    """Module that scales its weights by a random number, which must be the same on all ranks and in one process."""
 
     def change(self, batch_idx: int) -> None:
         factor = 1.0 - 0.1 * torch.rand(())
@@ -69,7 +69,7 @@ class Draws(Changing):
 
 
 class OnSomeRanks(Changing):
-    """Only rank 1 has a callback that comes after the batch's own update."""
+    """Module that has a callback after the batch's own update on rank 1 only."""
 
     def configure_callbacks(self) -> list[L.Callback]:
         return super().configure_callbacks() if self.trainer.global_rank == 1 else []

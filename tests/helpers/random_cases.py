@@ -1,4 +1,4 @@
-"""Cases drawn at random: models, cuts and everything that a run may have, in combinations that nobody thought of."""
+"""Cases drawn at random: models, cuts and all options of a run, in combinations that nobody thought of."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.helpers.cases import FORMS, KINDS, OPTIMIZERS, SHARED, Case, make
 
 
 def draw(seed: int) -> tuple[int, Case]:
-    """A number of stages and a case that it can run; the same ones for the same seed."""
+    """Return a number of stages and a case that they can run, which are determined by the seed."""
     return draw_from(random.Random(seed))
 
 
 def draw_from(rng: random.Random) -> tuple[int, Case]:
-    """The next ones of a generator."""
+    """Return a number of stages and a case that they can run, drawn from a generator."""
     while True:
         stages, replicas = rng.choice([(1, 1), (1, 2), (2, 1), (2, 1), (2, 2), (3, 1), (3, 1), (4, 1)])
         model = functools.partial(make, _layers(rng))
@@ -35,7 +35,7 @@ def draw_from(rng: random.Random) -> tuple[int, Case]:
 
 
 def other_cut(rng: random.Random, case: Case, stages: int) -> tuple[int, ...] | None:
-    """Any cut of a case's model with which it does the same to the last bit; None if none was found."""
+    """Return a random cut of a case's model with bitwise the same results; None if none was found."""
     units = pipeline_units(case.make_model())
     for _ in range(20):
         counts = _counts(rng, units, stages)
@@ -45,9 +45,9 @@ def other_cut(rng: random.Random, case: Case, stages: int) -> tuple[int, ...] | 
 
 
 def is_exact(units: Sequence[Unit], counts: Sequence[int], replicas: int) -> bool:
-    """Whether stages add the gradients of shared weights in the order of one process.
+    """Return whether stages add the gradients of shared weights in the same order as a single process.
 
-    They do not if replicas reduce the sum of several uses on a stage, to which that of a stage behind is added.
+    They do not if replicas reduce the sum of several uses on one stage, and a later stage's sum is added to it.
     """
     if replicas == 1:
         return True
@@ -76,7 +76,7 @@ def _counts(rng: random.Random, units: Sequence[Unit], stages: int) -> list[int]
 
 
 def _staleness(rng: random.Random, stages: int, skips: bool) -> dict[str, Any]:
-    """``skips``: updates are left out, which all stages must agree on before."""
+    """Return random options; ``skips``: updates may be skipped, so all stages must agree on each one first."""
     if stages == 1 or rng.random() < 0.4:
         return {}
     return {"staleness": "least", "slack": "exact" if skips else rng.choice(["exact", 0, 0, 1, 2, stages, 20])}
@@ -100,7 +100,7 @@ def _case(rng: random.Random, stages: int, replicas: int, exact: bool) -> dict[s
         "delay": delay,
         "optimizer": optimizer,
         "error_feedback": rng.choice([None, 1.0, 0.5, 0.7]),
-        "max_norm": rng.choice([0.3, 0.05] if optimizer == "counting" else [None, 0.3, 0.05]),  # it would diverge
+        "max_norm": rng.choice([0.3, 0.05] if optimizer == "counting" else [None, 0.3, 0.05]),  # unclipped, it diverges
         "scheduler": rng.random() < 0.5,
         "dropout": rng.choice([0.0, 0.3]) if replicas == 1 else 0.0,
         "random_input": rng.random() < 0.3 and replicas == 1,
@@ -120,7 +120,7 @@ def _case(rng: random.Random, stages: int, replicas: int, exact: bool) -> dict[s
 
 
 def pairwise(factors: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
-    """Few cases in which every two values of every two factors meet: greedily, each the best of random completions."""
+    """Return few cases that cover all pairs of two factors' values; each is greedily the best of random completions."""
     rng = random.Random(seed)
     names = list(factors)
     missing = dict.fromkeys(
@@ -145,18 +145,18 @@ def _pairs(row: dict[str, int]) -> itertools.combinations:
 
 @dataclass(frozen=True)
 class Leg:
-    """A run of a chain."""
+    """One run in a chain of runs, each of which resumes the one before."""
 
     stages: int
     case: Case
-    saves_at: int | None  # number of mini-batches after which the checkpoint is saved that the next leg goes on from
-    evaluates: tuple[int, ...]  # mini-batches after which it drains and evaluates
-    options: dict[str, Any]  # more of the strategy's
+    saves_at: int | None  # number of mini-batches before the checkpoint from which the next leg resumes
+    evaluates: tuple[int, ...]  # mini-batches after which the run drains and evaluates
+    options: dict[str, Any]  # further arguments of the strategy
 
 
 @st.composite
 def chains(draw: st.DrawFn) -> tuple[Leg, ...]:
-    """Two to four runs."""
+    """Draw a chain of two to four runs."""
     rng = draw(st.randoms(use_true_random=True))
     first = _resumable(rng)
     count = len(first.mini_batches)
@@ -171,18 +171,18 @@ def chains(draw: st.DrawFn) -> tuple[Leg, ...]:
 
 
 def expected_case(legs: tuple[Leg, ...]) -> Case:
-    """What all of the chain is, by the oracle."""
+    """Return the single run, for the oracle, that is equivalent to a chain."""
     last = legs[-1].case
     first_with_delay = next((number for number, leg in enumerate(legs) if leg.case.delay), 0)
     start = legs[first_with_delay - 1].saves_at if first_with_delay else 0
-    # Replicas read the same data: g + g over w + w is g over w exactly.
+    # Replicas read the same data, and (g + g) / (w + w) is exactly g / w.
     return replace(last, start=start or 0, data_parallel_size=1)
 
 
 def _resumable(rng: random.Random) -> Case:
     while True:
         stages, case = draw_from(rng)
-        least = 1 + (case.data_parallel_size > 1)  # microbatches, with which a run without delay may become one with
+        least = 1 + (case.data_parallel_size > 1)  # fewest microbatches with which a run may be resumed with delay
         case = replace(case, drains=(), resumes=(), checkpointing=False, microbatches=max(case.microbatches, least))
         exact = other_cut(rng, case, stages) if case.staleness == "uniform" else None
         if len(case.mini_batches) > 1 and min(case.batch_sizes) > 0:
@@ -195,7 +195,7 @@ def _resumable(rng: random.Random) -> Case:
 
 
 def _leg(rng: random.Random, case: Case, saves_at: int | None) -> Leg:
-    """Any pipeline that does the same; where stages differ in staleness they stay where they are."""
+    """Return a leg on a random pipeline with the same results; the cut stays if stages may differ in staleness."""
     assert not isinstance(case.cut, str)
     stages, cut = len(case.cut), case.cut
     replicas = case.data_parallel_size
@@ -206,7 +206,7 @@ def _leg(rng: random.Random, case: Case, saves_at: int | None) -> Leg:
         stages, cut = (stages, found) if found is not None else (1, (sum(cut),))
     lookahead = rng.randint(0, largest_lookahead(stages, case.microbatches, replicas)) if case.delay else None
     if case.staleness == "least":
-        lookahead = case.lookahead  # it is part of the rule
+        lookahead = case.lookahead  # the staleness depends on it
     options = {"state_dict_type": rng.choice(["full", "sharded"]), "async_checkpoints": rng.random() < 0.5}
     evaluates = tuple(t for t in range(len(case.mini_batches)) if rng.random() < 0.2)
     return Leg(stages, replace(case, cut=cut, lookahead=lookahead), saves_at, evaluates, options)

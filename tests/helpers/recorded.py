@@ -1,4 +1,4 @@
-"""Scenarios: trainings that record what their stages do, on the ranks of a pool."""
+"""Scenarios for the ranks of a pool: trainings that record what their stages do."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPANS = METER.read()
 
 
 class Sleep(torch.autograd.Function):
-    """Does nothing for a while, forward and twice as long backward, and notes when."""
+    """Autograd function that sleeps in forward, and twice as long in backward, and records when."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
@@ -43,7 +43,7 @@ class Sleep(torch.autograd.Function):
 
 
 class SleepingLayer(nn.Module):
-    """Multiplies with a weight and sleeps."""
+    """Layer that multiplies its input by a weight and sleeps."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class SleepingLayer(nn.Module):
 
 
 class SleepingNet(Net):
-    """Two layers that sleep, 30 ms forward and 60 ms backward each or as many times that, and note when they did."""
+    """Module of two layers that each sleep ``times`` x 30 ms in forward and x 60 ms in backward, and record when."""
 
     def __init__(self, run: Run, times: float = 1.0) -> None:
         super().__init__(run)
@@ -66,7 +66,7 @@ class SleepingNet(Net):
 
 
 class WallClock(L.Callback):
-    """Takes the time of the training by itself, from the first batch to the end of the last one."""
+    """Callback that independently measures the training time, from the first batch to the end of the last one."""
 
     times: tuple[float, float] = (0.0, 0.0)
 
@@ -80,14 +80,14 @@ class WallClock(L.Callback):
 
 @dataclass(frozen=True)
 class Slept:
-    """What a stage's layers say: seconds asleep while the wall clock ran, and how long it ran."""
+    """Seconds that a stage's layers slept while the :class:`WallClock` ran, and how long it ran."""
 
     asleep: float
     elapsed: float
 
 
 def fit_asleep(run: Run, times: float = 1.0) -> Slept:
-    """Train with layers that sleep, in a process that has trained before: first calls of anything take long."""
+    """Train with layers that sleep, after a short training in the same process, since first calls take long."""
     fit(replace(run, module=SleepingNet, samples=run.batch_size, callbacks=()))
     fit(replace(run, module=functools.partial(SleepingNet, times=times), callbacks=(*run.callbacks, (WallClock, {}))))
     start, end = WallClock.times
@@ -96,7 +96,7 @@ def fit_asleep(run: Run, times: float = 1.0) -> Slept:
 
 
 def fit_twice(run: Run) -> list[str]:
-    """Train twice with the same arguments; which folders there are then."""
+    """Train twice with the same arguments, and return the names in the trace's parent folder."""
     fit(run)
     fit(run)
     dist.barrier()
@@ -104,18 +104,18 @@ def fit_twice(run: Run) -> list[str]:
 
 
 class Lags(L.Callback):
-    """Comes first: what this rank does is measured as on a device that lags behind its host."""
+    """Callback, to be listed first, that times this rank as on a device that lags behind its host."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         trainer.strategy.session.running().runner.clock = DeviceClock(LaggingDevice())  # type: ignore[attr-defined]
 
 
 class KilledError(RuntimeError):
-    """Stands for anything that ends a run from outside."""
+    """Stand-in for anything that ends a run from outside."""
 
 
 class EndsSuddenly(L.Callback):
-    """Fails on all ranks after a batch."""
+    """Callback that fails on all ranks after the fourth batch."""
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 3:
@@ -123,7 +123,7 @@ class EndsSuddenly(L.Callback):
 
 
 def off_schedule(run: RecordedRun) -> list[str]:
-    """Which microbatches ran on other weights than their stage's schedule prescribes."""
+    """Return which microbatches ran on another weight version than their stage's schedule prescribes."""
     return [
         f"{rank.meta.name}: {span.kind.value} {span.index} on W{span.version}"
         for rank in run.ranks

@@ -1,4 +1,4 @@
-"""Loaders that go on in mid-epoch, and a module whose training shows everything that a resume could lose."""
+"""Loaders that can resume in mid-epoch, and a module whose training shows everything that a resume could lose."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.helpers.trainer import Net, Run, Samples, make_trainer, report, stage
 
 
 class NumberedSamples(Dataset):
-    """Samples that know their number; ``noisy`` ones are drawn upon with the process's own random numbers."""
+    """Dataset whose samples contain their number; if ``noisy``, the process's generators add noise to them."""
 
     def __init__(self, count: int, noisy: bool) -> None:
         self.samples, self.noisy = Samples(count), noisy
@@ -44,7 +44,7 @@ class NumberedSamples(Dataset):
 
 
 def write_litdata(folder: Path, count: int) -> None:
-    """The samples as a litdata dataset of several chunks."""
+    """Write the samples as a litdata dataset of several chunks."""
     samples = NumberedSamples(count, noisy=False)
     cache = Cache(str(folder), chunk_size=5)
     for index in range(count):
@@ -54,7 +54,7 @@ def write_litdata(folder: Path, count: int) -> None:
 
 
 def training_loader(run: Run, kind: str, folder: str, samples: Callable[[int, bool], Dataset] = NumberedSamples) -> Any:
-    """A loader by words: ``plain``, ``stateful`` (torchdata's), ``litdata``; ``noisy``, ``workers``, ``two``, ..."""
+    """Make a loader by words: ``plain``, ``stateful`` (torchdata), ``litdata``; ``noisy``, ``workers``, ``two``, ..."""
     if "two" in kind:
         few = replace(run, samples=2 * run.batch_size)
         loaders = [training_loader(each, kind.replace("two", ""), folder, samples) for each in (run, few)]
@@ -72,7 +72,7 @@ def training_loader(run: Run, kind: str, folder: str, samples: Callable[[int, bo
 
 
 class Showing(Net):
-    """Logs in every way that has an epoch's value, draws random numbers in a hook, and notes what it was fed."""
+    """Module that logs epoch values in every way, draws random numbers in a hook, and records its sample numbers."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -81,7 +81,7 @@ class Showing(Net):
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         output = self.model(batch["x"])
-        self.numbers.append(batch["number"].tolist())  # on the last stage: on the others the step ends with the model
+        self.numbers.append(batch["number"].tolist())  # on the last stage only: on others the step ends in the model
         loss = F.mse_loss(output, batch["y"])
         self.error(output, batch["y"])
         self.log("error", self.error, on_step=False, on_epoch=True)
@@ -100,7 +100,7 @@ class Showing(Net):
 
 
 class SavesAfter(ModelCheckpoint):
-    """Saves after every step, or after these alone, so that between them nothing drains the pipeline."""
+    """Checkpoint callback that saves after every step, or only after some so that nothing drains in between."""
 
     def __init__(self, steps: Sequence[int] | None = None, **options: Any) -> None:
         super().__init__(**options)
@@ -115,7 +115,7 @@ def fit_showing(
     run: Run, kind: str, folder: str, *, make: Callable[[Run], Showing] = Showing,
     callbacks: Sequence[L.Callback] = (), samples: Callable[[int, bool], Dataset] = NumberedSamples,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train, and report what was seen; ``numbers`` are those of microbatches, on the last stage."""
+    """Train and return a report; ``numbers`` are the sample numbers of each microbatch, on the last stage."""
     L.seed_everything(run.seed, verbose=False)
     module = make(run)
     trainer = make_trainer(run, callbacks=list(callbacks))
@@ -127,7 +127,7 @@ def fit_showing(
 
 
 class ResumableLoader(DataLoader):
-    """Goes on in mid-epoch, as a StatefulDataLoader does."""
+    """DataLoader that can resume in mid-epoch, as a StatefulDataLoader does."""
 
     start = done = 0
 
@@ -172,13 +172,13 @@ def run_of(folder: Path, kind: str, trainer: dict[str, Any], val_samples: tuple[
 
 
 def saving_after(run: Run, *steps: int) -> Run:
-    """The same, saving after these steps alone."""
+    """Return the same run, but saving after these steps only."""
     *callbacks, (saves, options) = run.callbacks
     return replace(run, callbacks=(*callbacks, (saves, options | {"steps": steps})))
 
 
 def of_steps(report: dict[str, Any]) -> dict[int, list[float]]:
-    """Step -> what was logged of it: its loss, and what a hook drew. Means over a resumed epoch are of its rest."""
+    """Return step -> logged loss and random number. Epoch means are left out: after a resume they lack batches."""
     found: dict[int, list[float]] = {}
     for step, metrics in report["records"]:
         found.setdefault(step, []).extend(value for name, value in sorted(metrics.items()) if name.endswith("_step"))
@@ -186,10 +186,10 @@ def of_steps(report: dict[str, Any]) -> dict[int, list[float]]:
 
 
 class OneProcess:
-    """Stands in the place of pools: all stages are in this process."""
+    """Stand-in for pools that runs all stages in this process."""
 
     def run(self, stages: int, scenario: Any, run: Run, *args: Any) -> list[Any]:
-        """What the scenario returned, for a strategy that emulates so many stages."""
+        """Run a scenario with a strategy that emulates ``stages`` stages, and return its value in a list."""
         return [scenario(staged(run, stages), *args)]
 
 
@@ -200,7 +200,7 @@ def check_resumed(
     pools: Pools | OneProcess, run: Run, kind: str, folder: Path, steps: Sequence[int], stages: int = 2,
     fit: Any = fit_showing,
 ) -> list[Any]:  # fmt: skip
-    """Resumed after each of the steps, the rest equals that of the whole run, which is returned."""
+    """Check that runs resumed after each step equal the rest of the whole run; return the whole run's results."""
     if "litdata" in kind:
         write_litdata(folder / "data", run.samples)
     processes = stages * run.options.get("data_parallel_size", 1)

@@ -1,4 +1,4 @@
-"""What Lightning and torch do anew for every Trainer and every seed, a fifth of the work of a short run: here once."""
+"""Patches that avoid work repeated by Lightning and torch for every Trainer and seed: a fifth of a short run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import torch
 from lightning.fabric.utilities import registry
 
-# Callbacks of other packages are looked for in the metadata of all that are installed.
+# For every Trainer, Lightning searches the metadata of all installed packages for callbacks.
 if hasattr(registry, "entry_points"):
     registry.entry_points = functools.cache(registry.entry_points)
-    registry.entry_points(group="lightning.pytorch.callbacks_factory")  # once for all that is forked from here
+    registry.entry_points(group="lightning.pytorch.callbacks_factory")  # cached for all processes forked from this one
 
-# For devices that are not there, torch writes down where they were given a seed.
-if not Path("/dev/nvidiactl").exists():  # to ask torch would keep what is forked from here from forking in turn
+# For devices that do not exist, torch records the call stack of every seeding.
+if not Path("/dev/nvidiactl").exists():  # asking torch would leave forked processes unable to fork
     _WITHOUT_STACKS = SimpleNamespace(**{**vars(traceback), "format_stack": list})
     for name in ("cuda", "xpu", "mtia"):
         device = getattr(torch, name, None)

@@ -1,4 +1,4 @@
-"""Scenarios: Trainer runs made from a description, on the ranks of a pool, and the same run by the oracle."""
+"""Scenarios for the ranks of a pool, or for one process: Trainer runs made from a description."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ CORRECTIONS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """One Trainer run."""
+    """Description of one Trainer run."""
 
     module: Callable[[Run], L.LightningModule]
     strategy: str = "async"  # a key of STRATEGIES or of LIGHTNINGS_OWN
-    options: dict[str, Any] = field(default_factory=dict)  # of the strategy
-    trainer: dict[str, Any] = field(default_factory=dict)  # arguments
+    options: dict[str, Any] = field(default_factory=dict)  # arguments of the strategy
+    trainer: dict[str, Any] = field(default_factory=dict)  # arguments of the Trainer
     callbacks: tuple[tuple[Callable[..., L.Callback], dict[str, Any]], ...] = ()  # classes with their arguments
     optimizer: str = "adamw"
     error_feedback: bool = False
@@ -69,12 +69,12 @@ class Run:
 
 
 def delayed(run: Run, **options: Any) -> Run:
-    """The same run with all stages in one process; with one stage, the default, gradients are one update old."""
+    """Return the run with all stages in one process; with one stage, the default, gradients are one update old."""
     return replace(run, strategy="delayed", options=options)
 
 
 def staged(run: Run, stages: int = 3) -> Run:
-    """The same run with its stages in one process, bit for bit."""
+    """Return the run with its stages in one process, where its results are bitwise the same."""
     options = {"microbatches": stages, **run.options, "stages": stages, "delay": int(run.strategy != "sync")}
     if run.strategy == "async":
         options.setdefault("staleness", "uniform")
@@ -82,12 +82,12 @@ def staged(run: Run, stages: int = 3) -> Run:
 
 
 def train(run: Run) -> dict[str, Any]:
-    """Fit in this process."""
+    """Fit in this process, by default with a :class:`ListLogger`."""
     return fit(replace(run, trainer={"logger": "list"} | run.trainer))
 
 
 class Samples(Dataset):
-    """Random inputs and targets, the same in every process."""
+    """Dataset of random inputs and targets, the same in every process."""
 
     def __init__(self, count: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(100 + seed)
@@ -102,7 +102,7 @@ class Samples(Dataset):
 
 
 class Net(L.LightningModule):
-    """An ordinary LightningModule around an ``nn.Sequential``; it knows nothing of pipelines."""
+    """Ordinary LightningModule around an ``nn.Sequential``, without any code for pipelines."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Net(L.LightningModule):
         return loss
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        """Of a training step."""
+        """Return the loss of a training step."""
         return F.mse_loss(self.model(batch["x"]), batch["y"])
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -134,7 +134,7 @@ class Net(L.LightningModule):
 
 
 def make_scheduler(run: Run, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-    """What Lightning takes as ``lr_scheduler``: ``kind-interval``, with the metric after ``plateau``."""
+    """Return Lightning's ``lr_scheduler`` for ``kind-interval`` or ``plateau-interval-metric``, or None."""
     if not run.scheduler:
         return None
     kind, interval, *monitor = run.scheduler.split("-")
@@ -145,12 +145,12 @@ def make_scheduler(run: Run, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 
 
 def scratch() -> str:
-    """Where checkpoints go that nobody reads; of this process, since others save under the same names."""
+    """Return this process's folder for checkpoints that nobody reads; other processes save under the same names."""
     return os.path.join(tempfile.gettempdir(), "lightning_asyncpp-tests", str(os.getpid()))
 
 
 class ListLogger(Logger):
-    """Keeps what it is given, in order."""
+    """Logger that keeps metrics in a list, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class ListLogger(Logger):
         return scratch()
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to keep."""
+        """Ignore the hyperparameters."""
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
@@ -183,7 +183,7 @@ LOGGERS: dict[str, Callable[[Any], Any]] = {
 
 
 class Watch(L.Callback):
-    """Records what callbacks see: the metrics after every training batch, and the learning rates."""
+    """Callback that records what callbacks see, such as metrics and learning rates after every training batch."""
 
     def __init__(self) -> None:
         self.metrics: list[dict[str, float]] = []
@@ -200,7 +200,7 @@ class Watch(L.Callback):
         self.metrics.append(plain_metrics(trainer))
         self.steps.append(trainer.global_step)
         self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
-        self.losses.append(float(outputs["loss"]) if outputs else float("nan"))  # nothing of a skipped batch
+        self.losses.append(float(outputs["loss"]) if outputs else float("nan"))  # a skipped batch has no outputs
 
 
 def plain_metrics(trainer: L.Trainer) -> dict[str, float]:
@@ -208,7 +208,7 @@ def plain_metrics(trainer: L.Trainer) -> dict[str, float]:
 
 
 class Tokens(Dataset):
-    """Random token sequences with some padding."""
+    """Dataset of random token sequences with some padding."""
 
     def __init__(self, count: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(100 + seed)
@@ -244,7 +244,7 @@ LIGHTNINGS_OWN = {"plain": "auto", "ddp": "ddp"}
 
 
 def make_strategy(run: Run) -> Any:
-    """That of the run, with as many microbatches as stages unless it says how many: half of the default, and faster."""
+    """Return the run's strategy, by default with as many microbatches as stages: half the usual default, and faster."""
     if run.strategy in LIGHTNINGS_OWN:
         return LIGHTNINGS_OWN[run.strategy]
     processes = int(os.environ.get("WORLD_SIZE", 1))
@@ -272,12 +272,12 @@ def make_trainer(run: Run, **more: Any) -> L.Trainer:
 
 
 def own_state(module: L.LightningModule) -> dict[str, np.ndarray]:
-    """This rank's part of what a training leaves behind."""
+    """Return this rank's part of the module's state."""
     return arrays(dict(module.state_dict()))
 
 
 def fit(run: Run) -> dict[str, Any]:
-    """Train, and report what can be seen afterwards."""
+    """Train, and return a report of what can be seen afterwards."""
     L.seed_everything(run.seed, verbose=False)
     module = run.module(run)
     trainer = make_trainer(run)
@@ -294,7 +294,7 @@ def fit(run: Run) -> dict[str, Any]:
 
 
 def evaluate(run: Run, what: str, weights: dict[str, np.ndarray] | None = None) -> dict[str, Any]:
-    """``trainer.validate``, ``test`` or ``predict`` over the validation sets, or the training set without any."""
+    """Run ``trainer.validate``, ``test`` or ``predict`` on the validation sets, or on the training set if none."""
     L.seed_everything(run.seed, verbose=False)
     module = run.module(run)
     if weights is not None:
@@ -312,7 +312,7 @@ def evaluate(run: Run, what: str, weights: dict[str, np.ndarray] | None = None) 
 
 
 def initial_weights(run: Run) -> dict[str, np.ndarray]:
-    """The weights of this rank before the first step."""
+    """Return the weights of this rank before the first step."""
     L.seed_everything(run.seed, verbose=False)
     module = run.module(run)
     at_start = KeepAtStart()
@@ -321,7 +321,7 @@ def initial_weights(run: Run) -> dict[str, np.ndarray]:
 
 
 class KeepAtStart(L.Callback):
-    """Keeps the weights that training starts from."""
+    """Callback that keeps the weights from which training starts."""
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.weights = {name: array.copy() for name, array in arrays(dict(module.named_parameters())).items()}
@@ -350,19 +350,19 @@ def report(trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
 
 
 def arrays(tensors: dict[str, Tensor]) -> dict[str, np.ndarray]:
-    """numpy arrays travel between processes by value; bfloat16, which numpy lacks, as float32."""
+    """Return NumPy arrays, which processes send by value; floats as float32, since NumPy lacks bfloat16."""
     return {name: (t.float() if t.is_floating_point() else t).detach().cpu().numpy() for name, t in tensors.items()}
 
 
 class CountsSteps(L.Callback):
-    """Fails the test if a training batch ends: every mistake must be found before."""
+    """Callback that fails if a training batch ends, since every mistake must be found before."""
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         raise AssertionError("a training step was run")
 
 
 def refusals(pools: Pools, run: Run, stages: int = 2) -> list[Outcome]:
-    """Run what must fail; the outcome of every rank."""
+    """Run a training that must fail, and return the outcome of every rank."""
     run = replace(run, callbacks=(*run.callbacks, (CountsSteps, {})))
     return pools.outcomes(stages, fit, run)
 

@@ -1,4 +1,4 @@
-"""Sizes of a GPT, what does not fit together, what its units cost, and how a pipeline is cut by it."""
+"""GPTConfig refuses sizes that do not fit together, and gives the right costs of units, by which a pipeline is cut."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_blocks_that_run_twice_cost_a_third_more() -> None:
 
 
 def test_a_published_shape() -> None:
-    """SmolLM-360M: the head over 49152 tokens costs as much as 3.4 blocks; the same number of layers would wait."""
+    """In SmolLM-360M, the head over 49152 tokens costs as much as 3.4 blocks; with equal layer counts, stages wait."""
     with torch.device("meta"):
         model = GPT(GPTConfig(49152, 2048, 32, 960, num_heads=15, num_kv_heads=5, mlp_dim=2560))
     partition = choose_partition(model, 0, 4, "auto")

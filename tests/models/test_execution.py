@@ -1,4 +1,4 @@
-"""Checkpointed and compiled blocks compute what plain ones do, say what they say once, and know weight versions."""
+"""Checkpointed and compiled blocks compute what plain ones do, record statistics once, and follow weight versions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def built(kind: str, **options: Any) -> GPT:
 
 
 def trained(model: GPT, seed: int = 1) -> dict[str, Any]:
-    """Loss, what the layers said, and gradients of one forward and backward."""
+    """Run a forward and backward; return the loss, auxiliary losses, counts and gradients."""
     torch.manual_seed(seed)
     model.zero_grad()
     with collecting() as said:
@@ -54,7 +54,7 @@ def test_checkpointing_changes_no_bit(kind: str, autocast: bool, how: Any) -> No
 
 
 class Calls(TorchDispatchMode):
-    """Counts operators."""
+    """Dispatch mode that counts operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def test_what_is_computed_again() -> None:
 )
 def test_compiled_blocks_are_the_same(kind: str, how: Any, backend: str) -> None:
     config = copy.copy(CONFIGS[kind])
-    config.dropout = 0.0  # a compiled block draws other masks
+    config.dropout = 0.0  # a compiled block draws other dropout masks
     torch.manual_seed(0)
     plain = GPT(config)
     model = GPT(config, how, compile_blocks={"backend": backend, "fullgraph": True})
@@ -96,7 +96,7 @@ def test_compiled_blocks_are_the_same(kind: str, how: Any, backend: str) -> None
 
 
 def versions(model: GPT) -> list[dict[str, Tensor]]:
-    """Three sets of leaf tensors: no parameters, with other values."""
+    """Return three sets of leaf tensors that are no parameters and have other values."""
     torch.manual_seed(10)
     return [
         {n: (p.detach() + 0.1 * torch.randn_like(p)).requires_grad_() for n, p in model.named_parameters()}
@@ -117,7 +117,7 @@ def swapped(model: GPT, weights: dict[str, Tensor]) -> Iterator[None]:
 
 
 def run_versions(model: GPT, order: list[int]) -> tuple[list[float], list[dict[str, Tensor]]]:
-    """Forwards on the versions in this order, then the backwards in it, each on the version of its forward."""
+    """Run forwards on versions in this order, then the backwards on the same versions; return losses and gradients."""
     sets = versions(model)
     losses, totals = [], []
     for version in order:
@@ -136,7 +136,7 @@ def run_versions(model: GPT, order: list[int]) -> tuple[list[float], list[dict[s
     [("dense", "eager", 1), pytest.param("experts", "aot_eager", 2, marks=pytest.mark.slow)],
 )
 def test_weight_versions_alternate_without_compiling_again(kind: str, backend: str, kinds_of_blocks: int) -> None:
-    """Blocks of a kind share their graph."""
+    """Blocks of one kind share a compiled graph, which serves all weight versions."""
     graphs = []
 
     def counting(graph: torch.fx.GraphModule, inputs: Any) -> Any:

@@ -37,7 +37,7 @@ def built_on_meta(config: GPTConfig, order: list[int] | None = None) -> GPT:
     for index in order or range(len(units)):
         torch.manual_seed(100 + index)
         units[index].to_empty(device="cpu")
-        # What to_empty leaves is undefined: a reset that forgets a tensor has to show.
+        # to_empty leaves undefined values. NaN reveals a reset that forgets a tensor.
         for tensor in [*units[index].parameters(), *units[index].buffers()]:
             tensor.data.fill_(float("nan"))
         units[index].reset_parameters()

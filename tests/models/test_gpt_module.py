@@ -1,4 +1,4 @@
-"""The module of the GPT: its loss, learning rates and checkpoints; with experts what is differentiated and logged."""
+"""GPTModule has the right loss, learning rates and checkpoints, and with experts the right updates and metrics."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def trainer(folder: Path, **arguments: Any) -> L.Trainer:
 
 
 class Watch(L.Callback):
-    """The learning rate of each update, what was logged at each batch, and the module."""
+    """Callback that records the learning rate of each update, and the logged metrics after each batch."""
 
     def __init__(self) -> None:
         self.rates: list[float] = []
@@ -95,7 +95,7 @@ def test_default_optimizer_trains_and_a_checkpoint_is_read_without_code(tmp_path
     assert loaded.warmup_steps == 1
 
 
-# -- with experts, under strategies that know nothing of them ---------------------------------------------------------
+# -- with experts, under a strategy of Lightning that has no special support for them ---------------------------------
 
 
 def sparse() -> GPTModule:
@@ -105,7 +105,7 @@ def sparse() -> GPTModule:
 
 
 def by_hand(groups: list[list[Tensor]]) -> tuple[nn.Module, list[dict[str, Any]]]:
-    """Train on groups of batches, an update for each: the model, and what each update was made of."""
+    """Train on groups of batches, with one update per group; return the model and the metrics of each update."""
     module = sparse()
     module.configure_model()
     model: Any = module.model

@@ -1,4 +1,4 @@
-"""Both ways to multiply groups of rows with their own weights equal a plain loop, with their gradients."""
+"""Both ways to multiply groups of rows by their own weights equal a plain loop, in outputs and gradients."""
 
 from __future__ import annotations
 
@@ -71,6 +71,6 @@ def test_a_grouped_matmul_that_errs_is_not_used(wrong: str, monkeypatch: pytest.
     monkeypatch.setattr(F, "grouped_mm", grouped_mm)
     module._trial.cache_clear()
     try:
-        assert not serves_grouped(CPU, torch.bfloat16, 16, 24)  # the dtype that every supported torch serves
+        assert not serves_grouped(CPU, torch.bfloat16, 16, 24)  # all supported torch versions serve this dtype
     finally:
         module._trial.cache_clear()

@@ -1,4 +1,4 @@
-"""Folders of transformers: what is written there computes the same, and what is read comes back bit for bit."""
+"""Models written to folders of transformers compute the same there, and are read back bit for bit."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ transformers = pytest.importorskip("transformers")
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     transformers.logging.disable_progress_bar()
-    transformers.logging.enable_propagation()  # to caplog
+    transformers.logging.enable_propagation()  # so that caplog gets the messages
     yield
     transformers.logging.disable_propagation()
     transformers.logging.enable_progress_bar()
 
 
 def load(folder: Path) -> Any:
-    """As a user would; every tensor of the class must be in the files, and nothing else."""
+    """Load a folder with transformers, and check that the files have exactly the tensors of the class."""
     model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
     return model.eval()
@@ -44,13 +44,13 @@ def load(folder: Path) -> Any:
 def test_what_is_written_computes_the_same_and_is_read_bit_for_bit(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Within 1e-5 of the largest logit: transformers takes the angles of the positions in fp32, we in fp64."""
+    """Logits agree within 1e-5 of the largest: angles of positions are in fp32 in transformers, and in fp64 here."""
     class_name, config = CASES[name]
     model, folder, tokens = make_model(config), tmp_path / "out", tokens_of(config)
     write_hf(saved(model), folder, max_shard_bytes=20_000)
     sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
     assert len(sizes) > 3
-    assert max(sizes) < 22_000  # with the header
+    assert max(sizes) < 22_000  # including the header
     with caplog.at_level(logging.WARNING):
         theirs = load(folder)
     assert not caplog.records
@@ -74,7 +74,7 @@ SCORES_AS_THEY_ARE = GPTConfig(**SHAPE, moe=MoEConfig(**GLM, normalize_top_k=Fal
 
 @pytest.mark.parametrize("config", [*(config for _, config in CASES.values()), SCORES_AS_THEY_ARE])
 def test_gradients_are_those_of_transformers(config: GPTConfig, tmp_path: Path) -> None:
-    """Ours get the names of transformers as weights do, by an export."""
+    """Gradients equal those of transformers; ours are exported like weights to get the same names."""
     model, tokens = exported(config, tmp_path / "out"), tokens_of(config)
     theirs = load(tmp_path / "out")
     for logits in (model(tokens), theirs(tokens).logits):
@@ -92,7 +92,7 @@ def test_gradients_are_those_of_transformers(config: GPTConfig, tmp_path: Path) 
 @pytest.mark.parametrize("name", ["llama-tied", "qwen3-wide", "mixtral", "qwen3-moe", "glm4-moe"])
 @torch.no_grad()
 def test_a_model_that_transformers_made(name: str, tmp_path: Path) -> None:
-    """Its own random weights, in files that it wrote, sharded."""
+    """A model that transformers initialised at random, and saved in shards, computes the same here."""
     exported(CASES[name][1], tmp_path / "ours")
     torch.manual_seed(3)
     config = transformers.AutoConfig.from_pretrained(tmp_path / "ours")
@@ -106,7 +106,7 @@ def test_a_model_that_transformers_made(name: str, tmp_path: Path) -> None:
 
 
 def test_dtype_of_the_files(tmp_path: Path) -> None:
-    """Biases that choose experts stay in fp32: in bf16 their steps of 0.001 would be lost."""
+    """Biases for the choice of experts stay in fp32, since their steps of 0.001 would be lost in bf16."""
     model = make_model(CASES["glm4-moe"][1])
     write_hf(saved(model), tmp_path / "out", dtype=torch.bfloat16)
     tensors = load_file(tmp_path / "out" / "model.safetensors")
@@ -133,7 +133,7 @@ def test_what_no_class_expresses_is_refused(moe: dict[str, Any], message: str, t
 
 
 def test_defaults_are_those_of_the_classes() -> None:
-    """What a config.json leaves out is what the class of transformers takes."""
+    """Entries missing in a config.json have the same defaults as in the class of transformers."""
     for architecture in ARCHITECTURES:
         theirs = transformers.AutoConfig.for_model(architecture.model_type).to_dict()
         theirs |= theirs["rope_parameters"]
@@ -143,7 +143,7 @@ def test_defaults_are_those_of_the_classes() -> None:
 
 
 def edited(folder: Path, **changes: Any) -> Path:
-    """The config.json of a folder, changed; "removed" removes a key."""
+    """Change entries of a folder's config.json, where "removed" removes a key, and return the folder."""
     content = json.loads((folder / "config.json").read_text()) | changes
     kept = {name: value for name, value in content.items() if value != "removed"}
     (folder / "config.json").write_text(json.dumps(kept))
@@ -171,7 +171,7 @@ def test_what_is_no_gpt_is_refused(changes: dict[str, Any], message: str, tmp_pa
 
 
 def test_old_config_files(tmp_path: Path) -> None:
-    """As releases before 5 wrote them, with what follows from other values left out."""
+    """A config.json of transformers before release 5 can be read, also without entries that follow from others."""
     config = CASES["llama"][1]
     exported(config, tmp_path / "out")
     edited(

@@ -1,4 +1,4 @@
-"""The mixture-of-experts layer against a loop over tokens, its losses and its counts."""
+"""The mixture-of-experts layer equals a loop over tokens, and has the right losses and counts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def inputs(batch: int = 3, time: int = 7, dim: int = 16) -> Tensor:
 
 
 def written_out(made: MoE, moe: MoEConfig, x: Tensor) -> tuple[Tensor, list[list[int]]]:
-    """Token by token in fp64: the output, and the experts of each token."""
+    """Compute the layer token by token in fp64; return the output and the experts of each token."""
     w = {name: p.double() for name, p in [*made.named_parameters(), *made.named_buffers()]}
     outputs, chosen = [], []
     for token in x.double().flatten(0, -2):

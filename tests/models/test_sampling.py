@@ -1,4 +1,4 @@
-"""Drawing tokens: by the definitions, and as transformers generates."""
+"""Tokens are drawn with the defined probabilities, and greedy ones are those that transformers generates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOGITS = torch.tensor([1.0, 3.0, -2.0, 2.0, 2.5, float("-inf")])
     [
         (Sampling(temperature=2.0, seed=1), [0, 1, 2, 3, 4]),
         (Sampling(top_k=2), [1, 4]),
-        (Sampling(top_p=0.7), [1, 4]),  # 0.46, then 0.28
+        (Sampling(top_p=0.7), [1, 4]),  # probabilities 0.47 and 0.29
         (Sampling(top_k=3, top_p=0.9, temperature=0.5), [1, 4]),
         (Sampling(temperature=0), [1]),
     ],

@@ -1,4 +1,4 @@
-"""Saved models: checkpoints of the Trainer and of Fabric, and models that start from them."""
+"""Models can be opened from checkpoints of the Trainer and of Fabric, and can start from saved weights."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ CONFIG = CASES["llama"][1]
 
 
 def same(model: nn.Module, other: nn.Module) -> bool:
-    """Bitwise, buffers that are in no ``state_dict`` included."""
+    """Return whether two models are bitwise equal, including buffers that are not in the ``state_dict``."""
     tensors, others = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (model, other))
     return tensors.keys() == others.keys() and all(torch.equal(tensors[name], others[name]) for name in tensors)
 
 
 def trained(folder: Path, config: GPTConfig = CONFIG) -> tuple[GPTModule, Path]:
-    """A module after an update, and its checkpoint."""
+    """Return a module after one update, and the path of its checkpoint."""
     L.seed_everything(0, verbose=False)
     module = GPTModule(config, warmup_steps=1)
     trainer = L.Trainer(
@@ -76,14 +76,14 @@ def test_what_fabric_saves(tmp_path: Path) -> None:
 
 
 class Code:
-    """Whatever reads it with pickle runs it."""
+    """Object that runs code when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return exec, ('raise AssertionError("code of a checkpoint ran")',)
 
 
 def state(**config: Any) -> dict[str, Any]:
-    """A checkpoint, whose config may be another one's."""
+    """Return a checkpoint; ``config`` adds or replaces entries of its config."""
     return {"model": make_model(CONFIG).state_dict(), "config": {**asdict(CONFIG), **config}}
 
 
@@ -107,7 +107,7 @@ def test_what_is_refused(content: Any, message: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "glm4-moe"])
 def test_a_model_starts_from_saved_weights(name: str, tmp_path: Path) -> None:
-    """Units on the meta device take theirs alone, when they are initialised; those with real weights at once."""
+    """Units on the meta device load only their own weights, when they are initialised; other units load at once."""
     config = CASES[name][1]
     model = exported(config, tmp_path / "out", seed=4)
     real = GPT(config)

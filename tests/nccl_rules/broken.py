@@ -1,4 +1,4 @@
-"""Ways to send from device to device that break the rule of the handover: as plausible as they hang."""
+"""Plausible ways to send tensors between devices that break the rule of the handover, and therefore hang."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ SECONDS = 1.5
 
 
 def send_at_once(rank: int) -> Callable[[], None]:
-    """Sends are launched where the tensor is made, receives when they are announced: no receive is early.
+    """Launch sends where tensors are made, and receives when tensors are announced: no receive is early.
 
-    Two neighbours that both wait for their devices, each with a send under way, wait for ever.
+    Two neighbours wait for ever if both wait for their devices, each with a send in flight.
     """
     return _without_handover(rank, share_of_waits=0.3)
 
 
 def receive_early(rank: int) -> Callable[[], None]:
-    """The receive of a gradient is launched with the activation, long before the gradient is made."""
+    """Launch the receive of a gradient with the send of the activation, long before the gradient is made."""
     check = _without_handover(rank, share_of_waits=0.1)
     send_activation, receive_gradients = Transport.send_activation, Transport.receive_gradients
     posted: dict[int, list[Tensor]] = {}
@@ -56,7 +56,7 @@ def receive_early(rank: int) -> Callable[[], None]:
 
 
 def allocate_late(rank: int) -> Callable[[], None]:
-    """The memory for a tensor is allocated once the neighbour has launched its send: the allocator may wait then."""
+    """Allocate the memory for a tensor after the neighbour has launched its send; the allocator may wait then."""
     emulated.HANG_SECONDS = SECONDS
     check = emulated.emulate(rank, share_of_waits=0.5)
     allocate, receive = Way.allocate, Way.receive
@@ -71,7 +71,7 @@ def allocate_late(rank: int) -> Callable[[], None]:
 
 
 def take_together(rank: int) -> Callable[[], None]:
-    """All tensors of a microbatch are sent before the first is received; in one queue that hangs without any wait."""
+    """Have all tensors of a microbatch sent before the first is received: in one queue this hangs without any wait."""
     emulated.HANG_SECONDS = SECONDS
     Inbox.take = _take_together  # type: ignore[method-assign]
     return emulated.emulate(rank, share_of_waits=0.0, one_queue=True)

@@ -1,4 +1,4 @@
-"""Scenarios: Trainer runs whose waits of the host are counted, over a few mini-batches far from start and end."""
+"""Scenarios that count the host's waits in Trainer runs, over a few mini-batches away from start and end."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.helpers.modules import small_gpt
 from tests.helpers.trainer import Net, Run, Watch, loader, make_trainer
 from tests.nccl_rules.host_waits import DEVICE, HostWaits, Wait, put_on_device
 
-FIRST, LAST = 5, 6  # of the mini-batches that are counted; the first few are looked at more closely
+FIRST, LAST = 5, 6  # range of the mini-batches that are counted; the first few of a run are checked more closely
 MICROBATCHES = 4
 EXPERTS = MoEConfig(num_experts=4, top_k=2, expert_dim=8, router="sigmoid", balance_loss=0.1, balance_bias_rate=0.01)
 
 
 class Found(NamedTuple):
-    """What was counted on a rank: waits per mini-batch, what a GPU refuses, and reads of what is being copied."""
+    """Counts of a rank: waits per mini-batch, mixed operands, which a GPU refuses, and reads of incomplete copies."""
 
     waits: dict[Wait, float]
     mixed: dict[Wait, int]
@@ -37,7 +37,7 @@ class Found(NamedTuple):
 
 
 class Waits(Net):
-    """Waits as a user's code may."""
+    """Module that waits for the device, as a user's code may."""
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         torch.tensor([1.0, 2.0], device=self.device)
@@ -50,14 +50,14 @@ class Waits(Net):
 
 
 class Weighted(Net):
-    """Weighs a microbatch by what it holds."""
+    """Module that weights a microbatch by its content."""
 
     def microbatch_weight(self, microbatch: dict[str, Tensor]) -> Tensor:
         return (microbatch["y"] > -9).sum()
 
 
 def run_of(module: Callable[[Run], L.LightningModule], clips: bool = True, **more: Any) -> Run:
-    """A run of a GPT or a net, with clipping and the default staleness."""
+    """Return a run of a GPT or a net with the default staleness and, if ``clips``, gradient clipping."""
     of_gpt = isinstance(module, partial) or module is small_gpt
     monitor: Any = {"callbacks": ((PipelineMonitor, {"every_n_batches": 1}),), "dataset": "tokens"} if of_gpt else {}
     trainer = {"log_every_n_steps": 1000, "gradient_clip_val": 1.0 if clips else None} | more.pop("trainer", {})
@@ -69,8 +69,8 @@ def count(run: Run, saves: bool = False) -> Found:
     """Train, and return what was counted on this rank.
 
     Args:
-        run: what to train.
-        saves: whole checkpoints are saved between the mini-batches, and counted as well.
+        run: run to train.
+        saves: whether whole checkpoints are saved between the mini-batches, and counted as well.
     """
     waits, batches = HostWaits(), run.trainer.get("accumulate_grad_batches", 1)
 
@@ -96,7 +96,7 @@ def count(run: Run, saves: bool = False) -> Found:
 
 @contextmanager
 def _received_on_device() -> Iterator[None]:
-    """What goes over sockets is read and arrives where it lies, on a CPU: NCCL takes it from a GPU, to another."""
+    """Mark tensors received over sockets as on the device, and send without host copies: NCCL sends between GPUs."""
     activation, gradients = Transport.receive_activation, Transport.receive_gradients
 
     def receive_activation(*args: Any) -> Arrival:

@@ -1,19 +1,19 @@
-"""NCCL's rules on gloo, so that a run on CPUs meets them.
+"""Emulation of NCCL's rules on gloo, so that they apply to runs on CPUs.
 
-What gloo forgives and NCCL does not:
+These are the rules of NCCL that gloo does not enforce:
 
 * each group has one stream, on which its messages run one after the other, in the order in which they were issued;
-* where all streams share one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``), what cannot start yet holds up all
-  that was issued after it: a message behind one of its group, or what is computed from a message;
-* a message lies on its stream until the other side issues its counterpart: only then do both end;
+* if all streams share one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``), work that cannot start yet blocks all
+  work issued after it; such work is a message behind another one of its group, or a computation on a received tensor;
+* a message occupies its stream until the other side issues its counterpart: only then do both end;
 * ``wait()`` does not wait for a send, and the bytes are read when the message runs, not when it was issued;
-* nobody may read what is received before ``wait()``: until then it holds NaN;
-* it knows few dtypes, and int16 is none of them;
+* a received tensor must not be read before ``wait()``: here it holds NaN until then;
+* NCCL supports few dtypes, and int16 is not one of them;
 * a wait for the whole device (``torch.cuda.synchronize()``, ``empty_cache()``, the end of a profile) waits for every
-  message that was issued. So a receive must not be issued before its send is: its host may be in such a wait.
+  message that was issued. So a receive must not be issued before its send, whose host may be in such a wait.
 
-Here a thread stands for a queue. Waits for the whole device come at random moments: in layers, around backwards, in the
-optimizer, and where memory for messages is allocated.
+Here a thread emulates a queue. Waits for the whole device occur at random moments: in layers, before and after
+backwards, in the optimizer, and when memory for messages is allocated.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _KNOWN_DTYPES = frozenset({
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64,
     torch.bool,
 })  # fmt: skip
-_delays = random.Random()  # not torch's or Python's own generator, which a run looks after
+_delays = random.Random()  # not the global generators of torch or Python, which a run manages
 
 
 Queue: TypeAlias = "queue.SimpleQueue[tuple[Message, Callable[[], object]]]"
-"""What was issued: a message with its ``run``, or something that waits for it."""
+"""Queue of issued work: messages with their ``run``, and waits for them."""
 
 
 class Device:
-    """What a rank has issued, and when it waits for all of it: see :func:`emulate`."""
+    """Emulated device of a rank: its queues, and its random waits for all issued messages; see :func:`emulate`."""
 
     def __init__(self, rank: int, share_of_waits: float, one_queue: bool) -> None:
         self.violations: list[str] = []
@@ -62,13 +62,13 @@ class Device:
         self._issued: list[Message] = []
 
     def issue(self, message: Message) -> Message:
-        """Put a message on its group's stream."""
+        """Put a message on its group's stream, and return it."""
         self._issued = [other for other in self._issued if not other.is_completed()] + [message]
         self._queue_of(message).put((message, message.run))
         return message
 
     def after(self, message: Message) -> None:
-        """Put what waits for a message on the stream that computes."""
+        """Put a wait for a message on the compute stream, which is emulated only if all streams share a queue."""
         if self._one_queue:
             self._queue_of(message).put((message, message.done.wait))
 
@@ -76,25 +76,25 @@ class Device:
         return self._queues[0 if self._one_queue else id(message.group)]
 
     def maybe_wait(self, *_: Any) -> None:
-        """At a place where users, torch or its allocator may wait for the whole device."""
+        """Wait for the whole device at random, at a place where users, torch or its allocator may do so."""
         if self._random.random() < self._share:
             self.wait()
 
     def wait(self) -> None:
-        """``torch.cuda.synchronize()``: raises if a message does not end, as its counterpart comes after this wait."""
+        """Emulate ``torch.cuda.synchronize()``; raise if a message's counterpart would come only after this wait."""
         for message in self._issued:
             message.end("a wait for the whole device")
         self._issued = []
 
     def check(self) -> None:
-        """Raise what was found in the case that ran."""
+        """Raise an error if violations were found in the case that ran."""
         found, self.violations = self.violations, []
         if found:
             raise AssertionError(f"{len(found)} times: {found[0]}")
 
 
 class Message:
-    """Stands for the ``dist.Work`` of a ``"send"``, ``"receive"`` or ``"all-reduce"``, which has no peer."""
+    """Fake ``dist.Work`` of a ``"send"``, a ``"receive"``, or an ``"all-reduce"``, which has no peer."""
 
     def __init__(self, device: Device, kind: str, tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
         if tensor.dtype not in _KNOWN_DTYPES:
@@ -102,14 +102,14 @@ class Message:
         self.kind, self.group, self.done = kind, group, threading.Event()
         self._device, self._tensor, self._peer = device, tensor.detach(), peer
         self._issued = time.monotonic()  # the same clock in all processes of a machine
-        self._may_be_early = device.is_connecting  # two hosts at their first message, who wait for each other
+        self._may_be_early = device.is_connecting  # at their first message, two hosts wait for each other
         self._result: Tensor | None = None
         self._error: Exception | None = None
         if kind == "receive":
             _poison(self._tensor)
 
     def run(self) -> None:
-        """What its stream does."""
+        """Execute the message, as its stream does."""
         time.sleep(_SLOWEST_SECONDS * _delays.random())
         try:
             {"send": self._send, "receive": self._receive, "all-reduce": self._reduce}[self.kind]()
@@ -121,12 +121,12 @@ class Message:
         return self.done.is_set()
 
     def end(self, who: str) -> None:
-        """Let somebody wait for its end."""
+        """Wait until the message has ended; ``who`` is the name of the wait in error messages."""
         if not self.done.wait(HANG_SECONDS):
             raise RuntimeError(f"{who} hangs: {self.kind} was issued too early")
 
     def wait(self, timeout: object = None) -> bool:
-        """Let what comes after it wait: here that is the host itself, but for a send."""
+        """Make later work wait for the message; here the host itself waits, except for a send."""
         self._device.after(self)
         if self.kind != "send":
             self.end("compute")
@@ -138,7 +138,7 @@ class Message:
         return True
 
     def get_future(self) -> Message:
-        """Itself, which has the one method of a future that is used."""
+        """Return the message itself, which has the only method of a future that is used."""
         return self
 
     def add_done_callback(self, call: Callable[[object], None]) -> None:
@@ -173,7 +173,7 @@ def _started_queue() -> Queue:
     entries: Queue = queue.SimpleQueue()
 
     def hand_over() -> None:
-        running: dict[int, Message] = {}  # group -> the newest of its messages
+        running: dict[int, Message] = {}  # id of a group -> its newest message
         while True:
             message, call = entries.get()
             if call != message.run:
@@ -189,7 +189,7 @@ def _started_queue() -> Queue:
 
 
 class _Distributed:
-    """Stands for ``torch.distributed`` in the modules that give tensors on devices to it."""
+    """Stand-in for ``torch.distributed`` in the modules that pass device tensors to it."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -209,12 +209,12 @@ class _Distributed:
 
 
 def emulate(rank: int, share_of_waits: float = 0.03, one_queue: bool = False) -> Callable[[], None]:
-    """Let this process live by NCCL's rules from now on; returns what raises if the rules were broken.
+    """Apply NCCL's rules in this process from now on, and return a function that raises if they were broken.
 
     Args:
-        rank: seeds the random moments.
+        rank: seed of the random moments.
         share_of_waits: probability of a wait for the whole device at every place where there may be one.
-        one_queue: whether all streams share a hardware queue.
+        one_queue: whether all streams share one hardware queue.
     """
     device = Device(rank, share_of_waits, one_queue)
     handover.dist = reduction.dist = _Distributed(device)  # type: ignore[assignment]
@@ -247,7 +247,7 @@ def emulate(rank: int, share_of_waits: float = 0.03, one_queue: bool = False) ->
 
 
 def _poison(tensor: Tensor) -> None:
-    if tensor.dtype == torch.uint8:  # the bytes of anything: NaN in all kinds of floats
+    if tensor.dtype == torch.uint8:  # bytes of any dtype; these are NaN in all floating-point dtypes
         tensor.fill_(255)
     elif tensor.is_floating_point():
         tensor.fill_(float("nan"))

@@ -1,17 +1,17 @@
-"""Counts, on CPUs, what would make the host wait for a GPU.
+"""Counter, on CPUs, of the operations that would make the host wait for a GPU.
 
-The device is ``cpu:0``, which torch treats as the CPU, and which the host's own tensors are not on: what was moved or
-made there, and all that is computed from it, is marked as lying on the device. A marked tensor says that it is on
-``cpu:0``, and that ``is_cuda``. These would wait:
+The fake device is ``cpu:0``, which torch treats as the CPU; the host's own tensors are on ``cpu``. Tensors moved to the
+device or created there, and all tensors computed from them, are marked as on the device. A marked tensor reports the
+device ``cpu:0``, and that ``is_cuda`` is true. The host would wait in these operations:
 
-* reading it: ``item()``, ``float()``, ``if tensor``, ``tolist()``, ``cpu()``, ``numpy()``, a copy to a host tensor;
-* a copy to it from ordinary memory, also that in ``torch.tensor(..., device=)``, without ``non_blocking=True``;
-* operations whose result has a shape that depends on it: ``nonzero``, a mask as an index, ``unique``;
-* ``Event.synchronize()``. No event here has happened before somebody waits for it.
+* reads of a marked tensor: ``item()``, ``float()``, ``if tensor``, ``tolist()``, ``cpu()``, ``numpy()``, host copies;
+* copies from ordinary memory to the device, also in ``torch.tensor(..., device=)``, without ``non_blocking=True``;
+* operations whose result's shape depends on a marked tensor's values: ``nonzero``, a mask as an index, ``unique``;
+* ``Event.synchronize()``. Here an event has not happened until the host waits for it, or for a later one.
 
-Two kinds of errors that only a GPU shows are noted as well: a host tensor among operands on the device, and reading
-what is copied to the host before the copy's event. What is sent over sockets is read where it lies, on a CPU: that is
-left out, as NCCL takes it from the device.
+Two kinds of errors that only a GPU shows are counted as well: a host tensor among operands on the device, and a read of
+a copy on the host before the copy's event. Reads by the socket transport do not count: here it reads marked tensors in
+the CPU's memory, while NCCL sends them from the device.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _MAY_MIX = frozenset(["copy_", "_to_copy", "index", "index_put_", "set_", "lift_
 
 
 class Wait(NamedTuple):
-    """A place where the host waits.
+    """Place where the host waits.
 
     Attributes:
-        per: what it is part of: ``"microbatch"`` (its forward or its backward on a stage), ``"update"`` (its step, or
-            what is done for it before all stages have agreed) or ``"mini-batch"``.
-        what: the operation.
-        place: the innermost function in this package or in Lightning, but for those that only help others to read.
+        per: what the wait is part of: ``"microbatch"`` (its forward or its backward on a stage), ``"update"`` (its
+            step, or work for it before all stages have agreed on it) or ``"mini-batch"``.
+        what: operation that waits.
+        place: innermost function of this package or of Lightning, except helpers that wait on behalf of others.
     """
 
     per: str
@@ -64,21 +64,21 @@ class Wait(NamedTuple):
 
 
 class HostWaits:
-    """Counts the waits of this thread, mixed operands and early reads, while :attr:`counting`."""
+    """Counter of this thread's waits, mixed operands and early reads while :attr:`counting` is true."""
 
     def __init__(self) -> None:
         self.counting = False
-        self._thread = threading.current_thread()  # others, which send copies when they are there, may wait
+        self._thread = threading.current_thread()  # other threads, which send copies once they are done, may wait
         self.waits: Counter[Wait] = Counter()
         self.mixed: Counter[Wait] = Counter()
         self.early: Counter[Wait] = Counter()
-        self.recorded = self.reached = 0  # events on the stream, and which of them have happened
+        self.recorded = self.reached = 0  # numbers of events recorded on the stream, and of events that have happened
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Tell the device's tensors from the host's; a run begins and ends inside."""
+        """Distinguish the device's tensors from the host's inside this context, which must contain a whole run."""
         stream = _Stream(self)
-        # To other devices than these Lightning copies without blocking.
+        # Lightning copies without blocking to devices of all types except these.
         blocking = patch("lightning.fabric.utilities.apply_func._BLOCKING_DEVICE_TYPES", ("mps",))
         computing = patch("torch.cuda.current_stream", lambda *_: stream)
         copying = patch("lightning_asyncpp.core.host_copies._copy_stream", lambda _: stream)
@@ -88,51 +88,51 @@ class HostWaits:
                 yield
 
     def note(self, what: str, kind: Counter[Wait] | None = None) -> None:
-        """Count a wait of the code that runs."""
+        """Count a wait of the calling code; ``kind`` is another counter than :attr:`waits`."""
         is_counted = self.counting and threading.current_thread() is self._thread
         if is_counted and not (wait := _where(what)).place.startswith(_BY_SOCKET):
             (self.waits if kind is None else kind)[wait] += 1
 
     def check_arrived(self, tensor: Tensor, what: str) -> None:
-        """Note that a host tensor is read before an event has happened that was recorded after the copy to it."""
+        """Count an early read if no event that was recorded after the copy to this host tensor has happened yet."""
         if _get(tensor, "_arriving") > self.reached:
             self.note(what, self.early)
 
 
 class _Stream:
-    """Stands for the device's one ``torch.cuda.Stream``, on which everything happens in order."""
+    """Stand-in for the device's only ``torch.cuda.Stream``, on which everything happens in order."""
 
     def __init__(self, waits: HostWaits) -> None:
         self._waits = waits
 
     def wait_stream(self, other: _Stream) -> None:
-        """It is this one."""
+        """Do nothing, since the other stream is this one."""
 
     def record_event(self) -> _Event:
-        """An event behind all that was launched so far."""
+        """Return an event behind all work launched so far."""
         self._waits.recorded += 1
         return _Event(self._waits, self._waits.recorded)
 
 
 class _Event:
-    """Stands for a ``torch.cuda.Event``; ``place`` is that on the stream, from 1."""
+    """Stand-in for a ``torch.cuda.Event``; ``place`` is its number on the stream, from 1."""
 
     def __init__(self, waits: HostWaits, place: int) -> None:
         self._waits, self._place = waits, place
 
     def query(self) -> bool:
-        """Whether what stands before it is done: if somebody has waited for it, or for what comes after it."""
+        """Return whether the event has happened, that is, whether the host has waited for it or for a later event."""
         return self._place <= self._waits.reached
 
     def synchronize(self) -> None:
-        """Wait for it."""
+        """Wait for the event; this is counted unless the event has happened."""
         if not self.query():
             self._waits.note("Event.synchronize")
             self._waits.reached = self._place
 
 
 class _Operations(TorchDispatchMode):
-    """Sees every operation, those of a backward as well."""
+    """Mode that observes every operation, including those of a backward."""
 
     def __init__(self, waits: HostWaits) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class _Operations(TorchDispatchMode):
         name = func.overloadpacket.__name__
         is_there = any(map(is_on_device, given))
         if target is not None:
-            # Casts name the device where the tensor is; what moves one to the host is seen by _Calls.
+            # Casts name the tensor's current device; _Calls handles moves to the host.
             is_there = _is_device(target) or (is_there and name == "_to_copy")
         self._note(name, args, kwargs, given)
         result = func(*args, **kwargs)
@@ -183,7 +183,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """Sees what is no operation on a CPU: reads of whole tensors, moves, and questions about the device."""
+    """Mode that observes what is not an operation on CPUs: reads of whole tensors, moves, and queries of the device."""
 
     def __init__(self, waits: HostWaits) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class _Calls(TorchFunctionMode):
         target = next((device for device in named if device is not None), None)
         if target is None or target.type == "meta":
             return tensor.to(*args, **kwargs)
-        if _is_device(target) and is_on_device(tensor):  # it is there already
+        if _is_device(target) and is_on_device(tensor):  # already on the device
             args = tuple(torch.device("cpu") if _as_device(value) else value for value in args)
             kwargs = {k: torch.device("cpu") if _as_device(value) else value for k, value in kwargs.items()}
             return tensor.to(*args, **kwargs)
@@ -244,12 +244,12 @@ class _Calls(TorchFunctionMode):
 
 
 def is_on_device(tensor: Tensor) -> bool:
-    """Whether a tensor would be on the GPU."""
+    """Return whether a tensor would be on the GPU."""
     return bool(_get(tensor, "_on_device"))
 
 
 def put_on_device(tensors: list[Tensor]) -> list[Tensor]:
-    """Say of tensors that they are on the GPU."""
+    """Mark tensors as on the GPU, and return them."""
     for tensor in tensors:
         _set(tensor, "_on_device", True)
     return tensors
@@ -293,7 +293,7 @@ def _where(what: str) -> Wait:
         root = next((root for root in _ROOTS if path.startswith(root)), None)
         if root is not None:
             inside = f"{'' if _ROOTS[root] == 'lightning_asyncpp' else 'lightning/'}{path.removeprefix(root)}"
-            # A comprehension has a frame in some versions of Python.
+            # In some versions of Python, a comprehension has its own frame.
             is_named = not frame.f_code.co_name.startswith("<")
             if place == "elsewhere" and is_named and inside not in _ON_BEHALF_OF_OTHERS:
                 place = f"{inside}:{frame.f_code.co_name}"

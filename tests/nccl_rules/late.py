@@ -1,4 +1,4 @@
-"""Readings that arrive late, as from a GPU that is behind its host."""
+"""Emulation of readings that arrive late, as from a GPU that is behind its host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHARE_THERE = 0.15
 
 
 def read_late(rank: int) -> Callable[[], None]:
-    """Let numbers come at random moments from now on, or when somebody waits; returns what :func:`emulate` does."""
+    """Make readings arrive at random moments, or when they are waited for; return what :func:`emulate` returns."""
     moments = random.Random(rank)
     get, begin = Reading.get, UpdateQueue.__init__
     there: weakref.WeakSet[Reading] = weakref.WeakSet()
@@ -44,7 +44,7 @@ def read_late(rank: int) -> Callable[[], None]:
 
 
 def know_on_device_alone() -> None:
-    """Let no host know from now on whether a gradient is finite when it is applied."""
+    """Make the check for finite gradients return a tensor, as if no host knew the result when it is applied."""
 
     def is_finite(mini_batch: MiniBatch) -> bool | Tensor:
         norms = list((mini_batch._norms or {}).values())

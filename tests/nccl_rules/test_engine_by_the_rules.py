@@ -1,6 +1,6 @@
-"""The engine equals the oracle, and never hangs, where its tensors travel by NCCL's rules.
+"""The engine equals the oracle, and never hangs, when its messages follow NCCL's rules.
 
-Once with numbers that come long after they were computed, and once where all streams share one hardware queue.
+The tests run once with numbers that reach the host late, and once with one hardware queue for all streams.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Given = tuple[Tensor, Tensor, Tensor]
 
 
 class Several(nn.Module):
-    """Hands on two tensors with gradients, and numbers of two bytes, a dtype that NCCL does not know."""
+    """Layer that returns two tensors with gradients, and int16 numbers, a dtype that NCCL does not support."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Several(nn.Module):
 
 
 class Last(nn.Linear):
-    """Has no use for the numbers."""
+    """Last layer, which does not use the int16 numbers."""
 
     def forward(self, given: Given) -> Tensor:  # type: ignore[override]
         return super().forward(given[0] + given[1])
@@ -66,7 +66,7 @@ CASES = {
 }
 
 
-# Over three stages, and one over five, between whose middle ones a rule may be broken that three cannot break.
+# On three stages, and one case on five, whose middle stages can break a rule that three stages cannot break.
 USUAL = [(name, 3) for name in ("partial", "least", "least-exact", "several")] + [("drains", 5)]
 OTHERS = [(name, stages) for name in CASES for stages in (2, 3, 5) if (name, stages) not in USUAL]
 
@@ -92,7 +92,7 @@ def test_it_equals_the_oracle(by_the_rules: EnginePools, name: str, stages: int)
     "seeds", [(1029,), pytest.param((1003, *range(1030, 1060)), marks=pytest.mark.slow)], ids=["replicas", "more"]
 )
 def test_random_cases(by_the_rules: EnginePools, seeds: Iterable[int]) -> None:
-    """The reductions of replicas are then NCCL's."""
+    """Random cases equal the oracle, also with replicas, whose reductions then follow NCCL's rules."""
     for seed in seeds:
         check_random_case(by_the_rules, seed)
 
@@ -110,7 +110,7 @@ def test_a_broken_rule_is_found(broken: Prepare, found: str) -> None:
     with opened(EnginePools(broken)) as engine_pools:
 
         def run_often() -> None:
-            for _ in range(5):  # whether ranks meet in a wait depends on the machine's load, too
+            for _ in range(5):  # whether ranks wait at the same time also depends on the machine's load
                 engine_pools.run(CASES["several"], 3)
 
         with pytest.raises(AssertionError, match=found):

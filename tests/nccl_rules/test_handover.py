@@ -1,4 +1,4 @@
-"""What lies in an outbox leaves when it is taken, and not before; who fails says why, and nobody waits for ever."""
+"""An outbox sends a tensor only when it is taken; a rank that fails says why, and no rank waits for ever."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECONDS = 5.0
 
 
 class Wire:
-    """A way of one process: what is launched at one end is there for the other."""
+    """Fake ``Way`` for both ends in one process: what is sent at one end can be received at the other."""
 
     def __init__(self) -> None:
         self.sent: list[Tensor] = []
@@ -75,7 +75,7 @@ def infos(*tensors: Tensor) -> list[TensorInfo]:
 
 
 def test_no_tensor_is_launched_before_it_is_taken(ends: Ends) -> None:
-    """Nor is the second of a microbatch launched with the first: see the assertion in ``receive``."""
+    """A microbatch's second tensor is not launched with the first either: see the assertion in ``receive``."""
     tensors = [(torch.full((2,), float(k)), torch.tensor([k])) for k in range(3)]
     for pair in tensors:
         ends.outbox.put(pair)
@@ -87,7 +87,7 @@ def test_no_tensor_is_launched_before_it_is_taken(ends: Ends) -> None:
 
 
 def test_the_thread_works_on_the_device_and_frees_nothing(ends: Ends) -> None:
-    """Freeing waits for the allocator, which may wait for what the thread has to answer."""
+    """The thread must not free tensors: it would wait for the allocator, which may wait for the thread's answer."""
     for _ in range(3):
         ends.outbox.put([torch.ones(1)])
         ends.inbox.take(infos(torch.ones(1)))
@@ -98,7 +98,7 @@ def test_the_thread_works_on_the_device_and_frees_nothing(ends: Ends) -> None:
 
 
 def test_a_receive_is_launched_behind_what_was_computed_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would spin beside that otherwise."""
+    """Otherwise the receive would run, and spin, beside that computation."""
     launched: list[object] = []
     messages = Mock(wait_stream=launched.append)
     computing = Mock()
@@ -113,7 +113,7 @@ def test_a_receive_is_launched_behind_what_was_computed_before(monkeypatch: pyte
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int16, torch.complex64])
 def test_what_is_received_lies_on_the_device_as_it_did(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """Run for a GPU on tensors that have a device and no memory."""
+    """A received tensor has the sent one's device and strides; fake tensors without memory emulate a GPU."""
     device = torch.device("cuda", 0)
 
     def launch(tensor: Tensor, peer: int, group: object) -> Mock:

@@ -1,4 +1,4 @@
-"""A budget of what makes the host wait for the GPU in training: a place that is added is found."""
+"""In training the host waits for the GPU only at the places of a budget, so that an added wait is found."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.nccl_rules.counted_runs import EXPERTS, MICROBATCHES, Found, Waits, W
 from tests.nccl_rules.host_waits import DEVICE, HostWaits, Wait, is_on_device
 
 READ, SENT = "core/updates/reduction.py:_read", "core/updates/mini_batch.py:send_message"
-# Waits per mini-batch and stage. Both come when all must have agreed on an update, for a gradient whose last backward
-# was launched long before: normally the device has got there, and nobody waits. An update itself waits for nothing.
+# Waits per mini-batch and stage. Both occur when all stages must have agreed on an update, long after the last backward
+# of its gradient was launched: normally the device is done by then, and nobody waits. Updates wait for nothing.
 BUDGET = {
     Wait("mini-batch", "Event.synchronize", SENT): 1,  # norms, counts, losses, logged values
-    Wait("mini-batch", "Event.synchronize", READ): 1,  # norms of what replicas summed
+    Wait("mini-batch", "Event.synchronize", READ): 1,  # norms of gradients summed over replicas
 }
-# Of a stage that steps ahead of the others, where there are replicas: it counts their samples and asks which gradients
-# any of them has.
+# Further waits of a stage that steps ahead of the others, with replicas: it reads the sum of their weights, and which
+# gradients any of them has.
 STEPS_AHEAD = {
     Wait("update", "copy", "core/updates/mini_batch.py:reduce_now"): 1,
     Wait("update", "Event.synchronize", SENT): 1,
@@ -60,7 +60,7 @@ def check(pools: Pools, world_size: int, run: Run) -> None:
         assert not over, f"rank {rank} waits for the device, per mini-batch: {over}"
         assert sum(found.waits.values()) <= MOST
         assert (found.mixed, found.early) == ({}, {})
-        # Beside shared parameters the thread that sends their gradients may have waited for what comes after the norm.
+        # With shared parameters, the thread that sends their gradients may have waited for an event after the norm.
         assert found.waits or run.module is TIED, "the norm at least is read"
 
 
@@ -76,7 +76,7 @@ def test_no_stage_of_other_runs_waits_more_than_it_may(pools: Pools, name: str) 
 
 @pytest.mark.slow
 def test_updates_and_a_checkpoint_that_is_gathered_mix_no_devices(pools: Pools) -> None:
-    """The optimizer's counts are on the host; and what stages share, the first rank has on its GPU or from another."""
+    """Step counts of the optimizer are on the host; the first rank has shared values on its GPU or from another."""
     for found in pools.run(3, count, run_of(TIED, False, correction="feedback", optimizer="muon"), True, timeout=120):
         assert (found.mixed, found.early) == ({}, {})
 
@@ -88,7 +88,7 @@ def test_what_a_user_adds_is_found(pools: Pools) -> None:
         Wait("microbatch", "item", "trainer/step_log.py:run"): 2 * MICROBATCHES,
         Wait("microbatch", "mask as index", "trainer/step_log.py:run"): MICROBATCHES,
     }
-    assert list(added(first).values()) == [1]  # its step ends where the model is called
+    assert list(added(first).values()) == [1]  # the first stage's training step ends where the model is called
 
 
 def added(found: Found) -> dict[Wait, float]:

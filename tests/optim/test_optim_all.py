@@ -1,4 +1,4 @@
-"""What every optimizer of the package owes a pipeline stage, a scheduler, a checkpoint and Error Feedback."""
+"""Every optimizer of the package works with pipeline stages, schedulers, checkpoints and Error Feedback."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAKE = {
     "AdamW": partial(torch.optim.AdamW, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1),
     "MuonAdamW": partial(MuonAdamW, lr=3e-3, newton_schulz_dtype="float32"),
     "NorMuonAdamW": partial(NorMuonAdamW, lr=3e-3, newton_schulz_dtype="float32"),
-    # Only the vocabulary's side is too long, and the bases are renewed within a few steps.
+    # Only the side of the vocabulary is too long to be rotated, and the bases are refreshed within a few steps.
     "SOAP": partial(SOAP, lr=3e-3, precondition_frequency=2, max_precondition_dim=39),
 }
 every = pytest.mark.parametrize("name", MAKE)
@@ -54,7 +54,7 @@ def same(left, right) -> bool:
 @every
 @pytest.mark.parametrize(
     "stages",
-    # In the second two stages have no hidden matrix, and two no embedding.
+    # In the second cut, two stages have no hidden matrix, and two have no embedding.
     [("embedding block0", "block1", "block2 head"), ("embedding", "block0 block1 block2", "head")],
 )
 @pytest.mark.parametrize("feedback", [False, True])
@@ -113,8 +113,8 @@ def test_parameters_without_a_gradient_stay_and_cost_nothing(name):
 
 @pytest.mark.parametrize("name", [name for name in MAKE if name != "AdamW"])
 def test_experts_are_matrices_one_by_one(name, monkeypatch):
-    """Square ones: SOAP's basis is arbitrary in directions of the longer side that a first gradient leaves empty."""
-    monkeypatch.setattr("lightning_asyncpp.optim.muon.BATCH_ELEMENTS", 3 * 25)  # cut within the weight
+    """Experts step like separate matrices; they are square, so that a first gradient determines SOAP's bases fully."""
+    monkeypatch.setattr("lightning_asyncpp.optim.muon.BATCH_ELEMENTS", 3 * 25)  # splits the weight after 3 matrices
     exact = {} if name == "SOAP" else {"newton_schulz_dtype": "float64"}
     start, *gradients = torch.randn(9, 4, 5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     experts, alone = nn.Parameter(start.clone()), [nn.Parameter(one.clone()) for one in start]

@@ -1,4 +1,4 @@
-"""Error Feedback against its formula, its identities, and what optimizers are expected to do."""
+"""Error Feedback follows its formula and identities, and behaves as optimizers are expected to."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_params():
 
 
 def set_gradients(params, step):
-    """Gradients that depend on the weights, so that a wrong weight shows."""
+    """Set gradients that depend on the weights, so that a wrong weight affects later steps."""
     for i, p in enumerate(params.values()):
         noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + i))
         p.grad = p.detach().sin() + noise
@@ -39,7 +39,7 @@ def train(optimizer, params, steps):
 
 
 def train_by_hand(base, params, steps, strength):
-    """The recursion of the paper, in full."""
+    """Train by the recursion of the paper, written out in full."""
     tensors, previous = list(params.values()), None
     for step in steps:
         before = [p.detach().clone() for p in tensors]
@@ -65,7 +65,7 @@ def test_formula(base, strength):
 
 
 def test_bf16_buffer_telescopes():
-    """Rounding errors do not add up: after any number of steps only the last and the first rounding are left."""
+    """Rounding errors do not add up: after any number of steps, only those of the first and the last step remain."""
     p, tolerance = torch.zeros(50, dtype=torch.float64), 1e-12
     previous = torch.zeros(50, dtype=torch.bfloat16)
     y, steps = p.clone(), []
@@ -78,7 +78,7 @@ def test_bf16_buffer_telescopes():
         feed_back(p, before, previous, 1.0 if t else 0.0)
     rounded = [steps[i].bfloat16().double() for i in (0, -1)]
     torch.testing.assert_close(p, y - rounded[1] + rounded[0], rtol=0, atol=tolerance)
-    bound = 2**-9 * max(steps[0].abs().max(), steps[-1].abs().max())  # half a unit in bfloat16's last place, twice
+    bound = 2**-8 * max(steps[0].abs().max(), steps[-1].abs().max())  # about half a unit in bfloat16's last place
     assert (p - (y - steps[-1] + steps[0])).abs().max() <= 2 * bound + tolerance
 
 
@@ -106,7 +106,7 @@ def test_delay_zero_is_the_base_bitwise_and_keeps_nothing(base):
 
 
 def test_parameters_without_gradient():
-    """u = 0 at such an update: a last step's extrapolation is taken back. What never moved costs nothing."""
+    """Without a gradient, u = 0, so the last step's extrapolation is undone. What never moved needs no state."""
     p, never = nn.Parameter(torch.ones(3, dtype=torch.float64)), nn.Parameter(torch.ones(3))
     optimizer = ErrorFeedback([p, never], partial(torch.optim.SGD, lr=1.0))
     expected = torch.ones(3, dtype=torch.float64)
@@ -116,7 +116,7 @@ def test_parameters_without_gradient():
         optimizer.step()
         u = gradient or 0.0
         expected -= u + (0.0 if previous is None else u - previous)
-        previous = u if previous is not None or gradient else None  # a first step is not corrected, whenever it comes
+        previous = u if previous is not None or gradient else None  # the first step is not corrected, whenever it comes
         assert torch.equal(p.detach(), expected)
     assert never.eq(1).all()
     assert list(optimizer.state_dict()["state"]) == [0]

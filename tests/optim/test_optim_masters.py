@@ -1,4 +1,4 @@
-"""Steps of fp32 masters that write the weights of forwards and backwards in bf16; and what Error Feedback keeps."""
+"""Error Feedback steps fp32 masters, writes the bf16 weights of forwards and backwards, and keeps one buffer."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_error_feedback_moves_the_base_trajectory_and_writes_the_extrapolated_on
         reference.step()
         for written, p in zip(compute, plain):
             torch.testing.assert_close(written.float(), p.detach(), rtol=2**-8, atol=1e-6)
-    assert not any(torch.allclose(p, q) for p, q in zip(parameters, plain))  # masters are elsewhere
+    assert not any(torch.allclose(p, q) for p, q in zip(parameters, plain))  # the masters are not extrapolated
 
 
 def test_without_a_delay_the_masters_are_rounded() -> None:

@@ -1,4 +1,4 @@
-"""MuonAdamW against torch.optim.Muon and torch.optim.AdamW."""
+"""MuonAdamW takes the steps of torch.optim.Muon and torch.optim.AdamW."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_equals_torch_adamw():
 
 @pytest.mark.parametrize("transposed", ["parameter", "gradient", "both", "moment"])
 def test_adamw_is_right_for_every_layout(transposed):
-    """torch's fused step pairs the wrong elements where layouts differ."""
+    """AdamW's steps do not depend on the layout, although torch's fused step pairs wrong elements if layouts differ."""
     start = torch.randn(6, 9, generator=torch.Generator().manual_seed(0))
     p, q = nn.Parameter(start.clone()), nn.Parameter(start.clone())
     if transposed in ("parameter", "both"):

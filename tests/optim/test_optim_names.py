@@ -1,4 +1,4 @@
-"""Which parameters go to Muon and which to AdamW: by names, given early or late, inside the groups as they are."""
+"""Names decide which parameters go to Muon and which to AdamW, even if given late, and leave groups as they are."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def model():
 
 
 def groups(module, named):
-    """Of weights and of biases, with learning rates of their own."""
+    """Return a group of weights, and a group of biases with its own learning rate and weight decay."""
     found = ([], [])
     for name, p in module.named_parameters():
         found["bias" in name].append((name, p) if named else p)
@@ -72,7 +72,7 @@ def groups(module, named):
 
 @pytest.mark.parametrize("wrap", [None, ErrorFeedback])
 def test_names_given_later_make_no_difference_and_leave_groups_alone(wrap):
-    """Schedulers are made in between, with a function for each group."""
+    """Names may be given after a scheduler was made, which has one function per group."""
     make = partial(MuonAdamW, lr=0.1, adamw_lr=0.03, newton_schulz_dtype="float32")
     make = make if wrap is None else partial(wrap, base=make)
     trained = []
@@ -99,7 +99,7 @@ def test_a_step_without_names_says_what_to_do():
     optimizer = MuonAdamW(module.parameters())
     with pytest.raises(ValueError, match=r"has no name\. Make the optimizer from module\.named_parameters\(\), or"):
         step(optimizer, module.parameters())
-    vector = nn.Parameter(torch.ones(3))  # which needs none
+    vector = nn.Parameter(torch.ones(3))  # needs no name
     step(MuonAdamW([vector]), [vector])
     assert not vector.eq(1).any()
 
@@ -119,7 +119,7 @@ def test_a_group_may_choose():
 
 
 def test_learning_rates_and_decays_of_adamw():
-    """A group that sets one for itself sets it for both algorithms; schedulers move both."""
+    """A group's own values apply to both algorithms, unless it sets AdamW's as well; schedulers change both rates."""
     groups = [{}, {"lr": 0.1, "weight_decay": 0.0}, {"lr": 0.1, "adamw_lr": 0.05}]
     expected = [(0.01, 0.3), (0.05, 0.0), (0.025, 0.3)]
     vectors, twins = ([nn.Parameter(torch.ones(3)) for _ in groups] for _ in range(2))

@@ -1,4 +1,4 @@
-"""NorMuon and SOAP against a few lines that follow the papers' listings, in fp64, and against another library."""
+"""NorMuon and SOAP equal short fp64 implementations of the papers' algorithms, and those of another library."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def assert_equal(result, expected):
 
 
 def normuon(grads, nesterov, adjust_lr):
-    """Algorithm 1 of arXiv 2510.05491; "original" is the scale of the authors' code."""
+    """Run Algorithm 1 of arXiv 2510.05491; "original" is the scale of the authors' code."""
     rows, columns = grads[0].shape
     w, m = start((rows, columns)), torch.zeros_like(grads[0])
     v = torch.zeros(rows, dtype=torch.float64)
@@ -79,10 +79,10 @@ def test_what_is_no_matrix_goes_to_adamw(shape):
 
 
 def soap(grads, b1, b2, frequency, left, right):
-    """Algorithm 3 of arXiv 2409.11321; the first gradient makes the bases. A side that is not rotated has Q = 1."""
+    """Run Algorithm 3 of arXiv 2409.11321; the first gradient sets the bases, and Q = 1 if a side is not rotated."""
     rows, columns = grads[0].shape
     w, m, v = start((rows, columns)), torch.zeros_like(grads[0]), torch.zeros_like(grads[0])
-    # lerp: of the bases' freedom where the first gradient has no extent, rounding errors decide.
+    # Use lerp like SOAP, since rounding errors determine the bases where the first gradient has no extent.
     L, R = (torch.zeros_like(x).lerp(x, 1 - b2) for x in (grads[0] @ grads[0].T, grads[0].T @ grads[0]))  # noqa: N806
     ql = torch.linalg.eigh(L)[1].flip(1) if left else torch.eye(rows, dtype=torch.float64)
     qr = torch.linalg.eigh(R)[1].flip(1) if right else torch.eye(columns, dtype=torch.float64)
@@ -102,7 +102,7 @@ def soap(grads, b1, b2, frequency, left, right):
 
 @pytest.mark.parametrize("frequency", [1, 3, 100])
 @pytest.mark.parametrize("shape", [(4, 6), (6, 4), (5, 5)])
-@pytest.mark.parametrize("longest", [100, 5, 1])  # both sides are rotated, the shorter one, none
+@pytest.mark.parametrize("longest", [100, 5, 1])  # rotates both sides, the shorter one, none
 def test_soap(shape, frequency, longest):
     grads = gradients(shape, steps=12)
     make = lambda p: SOAP(  # noqa: E731
@@ -114,7 +114,7 @@ def test_soap(shape, frequency, longest):
         assert_equal(run(make, shape, grads), adamw)
     else:
         expected = soap(grads, 0.9, 0.8, frequency, left, right)
-        # Directions in which the first gradients have no extent are rotated by what is left of rounding errors.
+        # In directions where the first gradients have no extent, rounding errors determine the rotation.
         torch.testing.assert_close(run(make, shape, grads), expected, rtol=0, atol=1e-9)
 
 
@@ -160,6 +160,6 @@ compare(
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("pytorch_optimizer") is None, reason="pytorch_optimizer is not installed")
 def test_an_independent_implementation():
-    """In a process of its own: its import registers classes of the same names, which the command line would confuse."""
+    """Results agree. The import needs its own process: its classes' names would confuse the command line elsewhere."""
     done = subprocess.run([sys.executable, "-c", COMPARE], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Products that are symmetric: by halves on CPUs what torch's full product gives."""
+"""On CPUs, symmetric products are computed by halves, and equal torch's full product."""
 
 from __future__ import annotations
 

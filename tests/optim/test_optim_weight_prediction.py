@@ -1,4 +1,4 @@
-"""Weight prediction against its formula, and as a relative of Error Feedback and of Nesterov's method."""
+"""Weight prediction follows its formula, also if delays differ between parameters or change during a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.optim.test_optim_error_feedback import BASES, make_params, set_gradie
 
 
 def predict(base, params, steps, reach):
-    """Y and the last u after some steps; the parameters hold W = Y - reach * u."""
+    """Train by the formula: the parameters hold W = Y - reach * u, with Y the base trajectory and u the last step."""
     y = [p.detach().clone() for p in params.values()]
     for step in steps:
         set_gradients(params, step)
@@ -56,7 +56,7 @@ def test_parameters_of_different_delays_are_corrected_each_by_its_own():
 @pytest.mark.parametrize("ahead", [0.0, 1.0])
 @pytest.mark.parametrize("resume_at", [None, 3, 4])
 def test_it_goes_on_along_the_trajectory_of_the_base_when_a_delay_begins(ahead, resume_at):
-    """W = Y - (h + a) v with the h of the day; resumed at the change of the delay, and after it."""
+    """W = Y - (h + a) u holds with the current h, also after resuming where the delay changes, or later."""
     p = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     make = partial(WeightPrediction, [p], partial(torch.optim.SGD, lr=0.1), ahead=ahead)
     optimizer, base = make(), torch.zeros(2, dtype=torch.float64)

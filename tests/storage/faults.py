@@ -1,4 +1,4 @@
-"""System calls that fail, or end the process, one after the other; in processes of their own."""
+"""Fault injection into system calls: in a separate process, a chosen call fails or ends the process."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ COUNT, FAIL, KILL = range(3)
 
 
 class Fault(NamedTuple):
-    """What happens to Python's calls of the system below ``folder``: that of number ``at`` fails or ends the process.
+    """Fault in Python's system calls below ``folder``: call number ``at`` fails or ends the process.
 
-    The first one has the number 1. Of a write that ends the process half is written.
+    The first call has the number 1. A write that ends the process first writes half of its data.
     """
 
     folder: Path
@@ -32,7 +32,7 @@ class Fault(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call that was made: what it does and where, and the new name of what is renamed."""
+    """Record of a system call: what it does, its path, and the new path if it is a rename."""
 
     what: str
     path: str
@@ -40,7 +40,7 @@ class Call(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """How a process ended: 0 if the function returned, 1 if it raised, ``-SIGKILL``; what it raised; its calls."""
+    """Outcome of a process: 0 if the function returned, 1 if it raised, or ``-SIGKILL``; the error; the calls."""
 
     code: int | None
     raised: str
@@ -48,7 +48,7 @@ class Ended(NamedTuple):
 
 
 def run(fault: Fault, function: Callable[..., Any], *args: Any) -> Ended:
-    """Call a function in a process of its own, in which a system call fails or ends it."""
+    """Call a function in a separate process in which the fault is injected, and return the outcome."""
     log, raised = (fault.folder.with_name(f"{fault.folder.name}.{name}") for name in ("calls", "raised"))
     for file in (log, raised):
         file.write_text("")
@@ -73,7 +73,7 @@ def _call(fault: Fault, log: Path, raised: Path, function: Callable[..., Any], a
 
 
 def _begin(fault: Fault, log: int) -> None:
-    """Begin in this process, for good."""
+    """Inject the fault into this process, permanently."""
     count = 0
 
     def happens(call: Call, torn: Callable[[], Any] = int) -> None:
@@ -93,7 +93,7 @@ def _begin(fault: Fault, log: int) -> None:
             happens(Call("create" if args[2] & os.O_CREAT else "open", os.path.abspath(args[0])))
         elif event in ("os.mkdir", "os.remove", "os.rmdir"):
             path = os.path.join(_name(args[-1]), args[0])
-            if os.path.lexists(path) == (event != "os.mkdir"):  # else it fails of itself
+            if os.path.lexists(path) == (event != "os.mkdir"):  # else the call fails anyway
                 happens(Call(event, path))
         elif event == "os.rename":
             happens(Call(event, str(args[0]), str(args[1])))
@@ -119,5 +119,5 @@ def _begin(fault: Fault, log: int) -> None:
 
 
 def _name(descriptor: int) -> str:
-    """Path of an open file or folder; nothing for the -1 of a path that stands for itself."""
+    """Return the path of an open file or folder; an empty string for -1, which comes with complete paths."""
     return "" if descriptor < 0 else os.readlink(f"/proc/self/fd/{descriptor}")

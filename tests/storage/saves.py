@@ -1,4 +1,4 @@
-"""Checkpoints that tests save, in one file and sharded, what they hold, and comparing it."""
+"""Helpers that save checkpoints in one file or sharded, and that read and compare their content."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_asyncpp.storage import commit, give_up, load, new_target, save_fi
 
 
 def content(version: int) -> dict[str, Any]:
-    """Of two stages, as large as a page or two."""
+    """Return the content of a checkpoint of two stages, with weights as large as a page or two."""
     return {
         "state_dict": {f"{layer}.weight": torch.full((40, 30), version + layer / 10) for layer in range(2)},
         "step": version,
@@ -26,7 +26,7 @@ def save_full(path: str, version: int) -> None:
 
 
 def save_sharded(path: str, version: int) -> None:
-    """As the ranks of a pipeline do, one after the other."""
+    """Save a sharded checkpoint as the ranks of a pipeline do, one after the other."""
     whole = content(version)
     target = new_target(Path(path))
     weights = whole.pop("state_dict")
@@ -43,7 +43,7 @@ SAVES: dict[str, Callable[[str, int], None]] = {"full": save_full, "sharded": sa
 
 
 def version_of(path: Path) -> int:
-    """Which version a checkpoint holds, all of it, bit for bit."""
+    """Return the version that a checkpoint holds, and check that its whole content is bitwise that version's."""
     found = load(path)
     expected = content(found["step"])
     assert_same(found["state_dict"], expected["state_dict"])
@@ -52,7 +52,7 @@ def version_of(path: Path) -> int:
 
 
 def assert_same(one: Any, other: Any) -> None:
-    """Equal to the last bit, types and orders included."""
+    """Check that two trees are bitwise equal, including types and orders."""
     (leaves, tree), (others, other_tree) = tree_flatten(one), tree_flatten(other)
     assert tree == other_tree
     assert list(map(type, leaves)) == list(map(type, others))

@@ -1,4 +1,4 @@
-"""Checkpoints in one file and sharded: what comes back, what they replace, what is refused, and that nothing is run."""
+"""Checkpoints in one file or sharded load as saved, replace nothing else, run no code, and are refused if damaged."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def write_sharded(content: Any, path: Path) -> None:
 
 
 def comparable(tree: Any) -> Any:
-    """With dtypes that can be compared."""
+    """Return the tree with float8 tensors, which cannot be compared, converted to fp32."""
     if isinstance(tree, Tensor):
         return tree.float() if tree.dtype == torch.float8_e4m3fn else tree
     if isinstance(tree, dict):
@@ -55,7 +55,7 @@ def comparable(tree: Any) -> Any:
 
 @FORMS
 def test_what_was_saved_comes_back(form: str, tmp_path: Path) -> None:
-    """A file, or a part, is an ordinary file of torch; a tensor at two places is one again."""
+    """A file, or a part, is an ordinary torch file; a tensor saved at two places is loaded as a single one."""
     shared, path = torch.ones(3), tmp_path / "x.ckpt"
     (save_file if form == "full" else write_sharded)(CONTENT | {"a": shared, "b": [shared]}, path)
     (file,) = [path] if form == "full" else path.glob("*.pt")
@@ -65,7 +65,7 @@ def test_what_was_saved_comes_back(form: str, tmp_path: Path) -> None:
 
 
 def test_merged() -> None:
-    """Dictionaries by keys, lists of one length by places; the last one counts."""
+    """Dictionaries are merged by key, and lists of the same length by position; for other values the last wins."""
     one = {"a": {"x": 0}, "l": [{"p": 1}, {"q": 2}], "n": 1, "o": [1], "t": (1, {})}
     two = {"a": {"x": 1, "y": 3}, "l": [{"r": 1}, {"q": 4}], "n": 2, "o": [1, 2], "t": (2,)}
     expected = {"a": {"x": 1, "y": 3}, "l": [{"p": 1, "r": 1}, {"q": 4}], "n": 2, "o": [1, 2], "t": (2,)}
@@ -74,7 +74,7 @@ def test_merged() -> None:
 
 
 def test_the_other_form_takes_the_name_and_leftovers_go(tmp_path: Path) -> None:
-    """Those of killed processes, and of this name alone."""
+    """Leftovers of killed processes are removed, but only those of the checkpoint's own name."""
     path = tmp_path / "a[1].ckpt"
     others = ["a[1].ckpt.partial", ".a1.ckpt.01234567.partial", ".b.ckpt.01234567.partial", ".a[1].ckpt.notes.partial"]
     for name in others:
@@ -117,7 +117,7 @@ def test_what_a_user_put_beside_the_parts_is_not_lost(tmp_path: Path) -> None:
 
 @FORMS
 def test_links(form: str, tmp_path: Path) -> None:
-    """As ``save_last="link"`` makes them: saving over one, and removing it, is about the link."""
+    """Saving over a link, as made by ``save_last="link"``, or removing it changes the link and not its target."""
     path, link = tmp_path / "step=4.ckpt", tmp_path / "last.ckpt"
     SAVES[form](str(path), 1)
     link.symlink_to(path.name)
@@ -135,7 +135,7 @@ def test_links(form: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_a_save_that_is_given_up_leaves_the_older_one(before: int, tmp_path: Path) -> None:
-    """Because another rank failed, or a machine does not see a part."""
+    """A save is given up because another rank failed, or a machine does not see a part."""
     path = tmp_path / "x.ckpt"
     if before:
         save_sharded(str(path), before)
@@ -149,7 +149,7 @@ def test_a_save_that_is_given_up_leaves_the_older_one(before: int, tmp_path: Pat
 
 
 def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was there at first is read, all of it, though torch opens it a second time."""
+    """The whole original file is read, although torch opens the file a second time."""
     path = tmp_path / "last.ckpt"
     save_file({"weight": torch.zeros(1000)}, path)
     mapped = torch.UntypedStorage.from_file
@@ -162,7 +162,7 @@ def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: p
     assert torch.equal(load(path)["weight"], torch.zeros(1000))
 
 
-# An index that somebody wrote: its text, or the files that it names
+# Absurd content of an index: its text, the files that it names or, in the last four, sizes of its files
 ABSURD: list[Any] = [
     *("", "[" * 100_000, "[]", '{"format": "other"}', f'{{"format": {"9" * 5000}}}'),
     *('{"format": "lightning_asyncpp.sharded.99", "files": {}}', '{"format": "lightning_asyncpp.sharded.2"}'),
@@ -178,7 +178,7 @@ def test_absurd_values_in_an_index(number: int, tmp_path: Path) -> None:
     (tmp_path / "x").write_text("a secret")
     save_sharded(str(path), 1)
     index = json.loads((path / "index.json").read_text())
-    if number > len(ABSURD) - 5:  # sizes of the files that are there
+    if number > len(ABSURD) - 5:  # sizes of the existing files
         files = dict.fromkeys(index["files"], files)
     text = files if isinstance(files, str) else json.dumps({**index, "files": files})
     (path / "index.json").write_text(text)
@@ -201,7 +201,7 @@ def test_a_file_that_was_cut_short_or_is_missing(form: str, tmp_path: Path) -> N
 
 
 class Evil:
-    """Makes a file when it is unpickled."""
+    """Object that makes a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -221,13 +221,13 @@ def test_a_file_that_holds_code(how: str, tmp_path: Path) -> None:
         with pytest.raises(StorageError, match=r"x.ckpt (cannot be read without running code|is damaged)"):
             load(path, weights_only)
     assert not trap.exists()
-    if how != "bare pickle":  # else the test could not fail
+    if how != "bare pickle":  # proves that the trap works, so that the test can fail
         load(path, weights_only=False)
         assert trap.exists()
 
 
 def test_a_folder_that_holds_code(tmp_path: Path) -> None:
-    """With sizes that are right; to trust it changes nothing."""
+    """A folder with code is refused even if its sizes are right, and even with ``weights_only=False``."""
     path, trap = tmp_path / "x.ckpt", tmp_path / "trap"
     save_sharded(str(path), 1)
     index = json.loads((path / "index.json").read_text())
@@ -242,7 +242,7 @@ def test_a_folder_that_holds_code(tmp_path: Path) -> None:
 
 
 def test_it_says_why(tmp_path: Path) -> None:
-    (tmp_path / "loop").symlink_to("loop")  # cannot be opened, as another user's file, but by root neither
+    (tmp_path / "loop").symlink_to("loop")  # cannot be opened even by root, unlike another user's file
     for name, why in ((".", "a folder without index.json"), ("absent", "there is no"), ("loop", "cannot be read")):
         with pytest.raises(StorageError, match=why):
             load(tmp_path / name)

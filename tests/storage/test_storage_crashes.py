@@ -1,4 +1,4 @@
-"""A save that fails, or whose process ends, at any of its system calls leaves the older checkpoint or the new one."""
+"""A save that fails or is killed at any of its system calls leaves the older checkpoint or the new one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EVERYTHING = pytest.mark.parametrize("everything", [False, pytest.param(True, ma
 
 
 def prepared(folder: Path, before: str) -> Path:
-    """A path with an older checkpoint, if there is to be one."""
+    """Return a path in an emptied folder, with an older checkpoint of the form ``before`` unless that is empty."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     path = folder / "step=4[a].ckpt"
@@ -36,7 +36,7 @@ def prepared(folder: Path, before: str) -> Path:
 
 
 def check(path: Path, before: str, save: str, ended: Ended, mode: int) -> None:
-    """What is there is whole, and the next save takes its place and clears up."""
+    """Check that a checkpoint that exists is complete, and that the next save replaces it and removes leftovers."""
     assert ended.code in ((0, 1) if mode == FAIL else (-signal.SIGKILL,)), ended
     if ended.code == 1:
         assert ended.raised.startswith("StorageError: a checkpoint could not be written: "), ended.raised
@@ -54,7 +54,7 @@ def check(path: Path, before: str, save: str, ended: Ended, mode: int) -> None:
 
 
 def points(count: int, everything: bool, some: int) -> list[int]:
-    """All system calls, or some of them."""
+    """Return the numbers of all system calls, or of some random ones."""
     calls = list(range(1, count + 1))
     return calls if everything else sorted(random.Random(count).sample(calls, some))
 
@@ -62,7 +62,7 @@ def points(count: int, everything: bool, some: int) -> list[int]:
 @EVERYTHING
 @WAYS
 def test_every_system_call(save: str, before: str, everything: bool, tmp_path: Path) -> None:
-    """``everything``: all of them, else two."""
+    """A fault at each of all system calls, or at each of two without ``everything``, leaves no broken checkpoint."""
     folder = tmp_path / "run"
     path = prepared(folder, before)
     fault = Fault(folder)
@@ -83,7 +83,7 @@ def test_every_system_call(save: str, before: str, everything: bool, tmp_path: P
 
 @EVERYTHING
 def test_removing(everything: bool, tmp_path: Path) -> None:
-    """What is left of it has another name."""
+    """A removal that is killed leaves a complete checkpoint, or only leftovers with another name."""
     folder = tmp_path / "run"
     path = prepared(folder, "sharded")
     fault = Fault(folder)
@@ -99,7 +99,7 @@ def test_removing(everything: bool, tmp_path: Path) -> None:
 
 @WAYS
 def test_the_order_in_which_it_reaches_the_disk(save: str, before: str, tmp_path: Path) -> None:
-    """Without power, too, there is a checkpoint: what is synced may be lost in no order that matters."""
+    """A checkpoint also survives a loss of power, whatever the file system has not written to the disk by then."""
     path = prepared(tmp_path / "run", before)
     deep = path.parent / "new/folders" / path.name if not before else path
     ended = run(Fault(tmp_path / "run"), SAVES[save], str(deep), NEW)
@@ -109,9 +109,9 @@ def test_the_order_in_which_it_reaches_the_disk(save: str, before: str, tmp_path
 
 
 def replay(calls: list[Call], path: str) -> set[str]:
-    """Check what a file system has not written down yet, contents of files and names in folders, after each call.
+    """Check after each call which contents of files and names in folders may not be on the disk yet.
 
-    Returns all files that were written, by their last names.
+    Return the final paths of all files that were written.
     """
     contents: set[str] = set()
     names: set[str] = set()
@@ -148,7 +148,7 @@ def replay(calls: list[Call], path: str) -> set[str]:
 
 
 def with_small_files(save: Any, path: str, version: int) -> None:
-    """Save where a file may have 3000 bytes, as on a disk that is full."""
+    """Save while no file may exceed 3000 bytes, as on a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
     save(path, version)

@@ -1,4 +1,4 @@
-"""Which loader a stage iterates, and which backend its device asks for."""
+"""Each stage iterates the loader that it needs, and devices decide the backend."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def workers_rank(given: DataLoader, replica: int) -> int | None:
 
 @pytest.mark.parametrize("told", [False, True], ids=["trainer", "fabric-told-the-loader-its-rank"])
 def test_workers_are_seeded_by_the_replica(monkeypatch: pytest.MonkeyPatch, told: bool) -> None:
-    """Where somebody asked for it, and gave no function of its own."""
+    """Workers are seeded only with ``PL_SEED_WORKERS=1``, and only if the user gave no ``worker_init_fn``."""
     given, own = loader(4), loader(4)
     if told:
         given.worker_init_fn = partial(pl_worker_init_function, rank=7)

@@ -1,4 +1,4 @@
-"""check_model: what a pipeline trains right is equal, and what would differ is named."""
+"""check_model finds no difference in modules that a pipeline trains right, and names what would differ in others."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def net() -> nn.Sequential:
 
 
 class Net(L.LightningModule):
-    """A classifier."""
+    """Classifier with a given network and optimizer."""
 
     def __init__(self, model: nn.Module | None = None, optimizer: Callable[[Any], Any] = AdamW) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def tokens(time: int = 9) -> list[Tensor]:
 
 
 class Scheduled(Net):
-    """Two groups, and a schedule as long as the run."""
+    """Module with two parameter groups and a schedule as long as the run."""
 
     def configure_optimizers(self) -> Any:
         decayed = [p for p in self.parameters() if p.ndim > 1]
@@ -80,7 +80,7 @@ class Scheduled(Net):
 
 
 class Hooked(Net):
-    """Scales gradients, counts, and limits weights after every update."""
+    """Module that scales gradients before every update, and counts batches and clamps weights after it."""
 
     steps = 0
 
@@ -105,7 +105,7 @@ class KeepsMeans(L.Callback):
 
 
 class Draws(Net):
-    """From the generators of torch, NumPy and Python, before the call."""
+    """Module that draws from the generators of torch, NumPy and Python before it calls the network."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         x = batch["x"] * float(np.random.uniform(0.5, 1.5)) + random.gauss(0.0, 0.1) + torch.rand(len(batch["x"]), 1)
@@ -118,7 +118,7 @@ class Padded(Net):
 
 
 class Sums(Net):
-    """A sum, over unequal pieces."""
+    """Module whose loss is a sum over samples, not a mean."""
 
     loss_reduction = "sum"
 
@@ -211,7 +211,7 @@ class Mixes(Net):
 
 
 def test_what_makes_it_right_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    """And a line for each comparison that is under way."""
+    """The report has a hint that removes the difference, and stderr a line for each comparison."""
     report = check_model(Net(), batches(8, ignored=3), updates=1, **TWICE)
     (difference,) = report.differences
     assert (difference.comparison, difference.update, difference.kind) == ("whole", 0, "loss")
@@ -241,7 +241,7 @@ def test_errors_of_the_users_code_show_as_they_are() -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the number of stages and the data of the recipe."""
+    """``asyncpp check`` uses the number of stages and the data of the recipe."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["asyncpp"])
     (tmp_path / "text").mkdir()

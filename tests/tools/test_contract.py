@@ -1,4 +1,4 @@
-"""The contract: its wrong examples are refused or found by check_model, which names their sentence; right ones pass."""
+"""Wrong examples of the contract are refused, or check_model finds them and names the sentence; right ones pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_asyncpp.tools.check import record as report
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "contract.md"
 TEXT = PAGE.read_text(encoding="utf-8")
-# What the examples of the page change.
+# The code that the page's examples change.
 READY = """
 import lightning as L
 import torch
@@ -67,24 +67,24 @@ def batches(number: int) -> list[Any]:
 
 
 def compared(number: int, side: int) -> Any:
-    """What check_model finds in the wrong example of a sentence (0), or in the right one (1)."""
+    """Return check_model's report on the wrong example of a sentence (``side`` 0) or on the right one (1)."""
     names: dict[str, Any] = {}
     exec(READY, names)
     codes = re.findall(r"(?ms)^```python\n(.*?)^```", SENTENCES[number][1])
-    for code in codes[: side + 1]:  # the right one may go on from the wrong one
+    for code in codes[: side + 1]:  # the right example may build on the wrong one
         for name in ("module", "callbacks"):
             names.pop(name, None)
         if "class Net(Net)" not in code:
             names["Net"] = names["Classifier"]
         exec(code, names)
     module = names["module"] if "module" in names else names["Net"]()
-    updates = 2 if number < 12 else 3  # a delay shows in the third
+    updates = 2 if number < 12 else 3  # a delay shows in the third update
     return check_model(module, batches(number), callbacks=names.get("callbacks"), updates=updates)
 
 
 @pytest.mark.parametrize("number", [pytest.param(n, marks=[] if n in UNSEEN else pytest.mark.slow) for n in SENTENCES])
 def test_right_examples_train_as_in_one_process(number: int) -> None:
-    """By default those whose wrong ones cannot be found."""
+    """Right examples pass; by default only those run whose wrong counterparts cannot be found."""
     found = compared(number, 1)
     assert found.ok, str(found)
 

@@ -1,4 +1,4 @@
-"""``asyncpp doctor``: the report of this machine, and what it tells where a training fails or differs."""
+"""``asyncpp doctor`` reports on this machine, and exits with code 1 if its training fails or differs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_what_ends_with_code_1(
 
 
 def test_the_comparison_sees_a_delay_and_allows_rounding_on_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where two stages share a GPU, over gloo."""
+    """Rounding errors pass on GPUs, also on one that two stages share over gloo; a delay or NaN never passes."""
     reference = expected([StalenessRule(num_stale=1), StalenessRule(num_stale=0)])
     assert largest_difference(expected([StalenessRule(0), StalenessRule(0)]), reference) > 1e-2
     assert largest_difference({name: value * float("nan") for name, value in reference.items()}, reference) == float(

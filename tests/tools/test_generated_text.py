@@ -1,4 +1,4 @@
-"""Text that a saved model writes: it comes when its characters are complete, behind the prompt as it stands."""
+"""Generated text is shown as soon as its characters are complete, and continues the prompt with its spaces."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def test_text_comes_when_its_characters_are_complete() -> None:
     assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
     assert pieces[:3] == ["g", "r", "ö"]
-    # What the model never completed is shown at the end.
+    # A character that stays incomplete is shown at the end.
     assert "".join(stream(ByteTokenizer(), iter(tokens[:3]))) == "gr\ufffd"
     trained = Tokenizer.train([text * 20], 300)
     assert "".join(stream(trained, iter(trained.encode_batch([text])[0].tolist()))) == text
 
 
 def test_the_space_behind_a_prompt() -> None:
-    """Tokenizers such as Llama 2's leave the first space of a text out, which behind a prompt is not the first."""
+    """Tokenizers such as Llama 2's drop the first space of a text, but the space after a prompt must be kept."""
     import tokenizers
 
     backend = tokenizers.Tokenizer(

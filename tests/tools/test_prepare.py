@@ -1,4 +1,4 @@
-"""``asyncpp prepare``: every document once, in a dataset that is trained on; goes on where it was interrupted."""
+"""``asyncpp prepare`` writes every document once into a dataset for training, and resumes after an interruption."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXTS = [f"document {index} größe 漢字 " + "word " * (index % 50) for index 
 
 @pytest.fixture
 def sources(tmp_path: Path) -> list[str]:
-    """The documents in files of four formats."""
+    """Write the documents into files of four formats, and return the sources."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     lines = [json.dumps({"text": text, "id": index}) + "\n" for index, text in enumerate(TEXTS)]
     (tmp_path / "a.jsonl").write_text("".join(lines[:400]))
@@ -40,7 +40,7 @@ prepare.main(sys.argv[1:])
 
 
 def documents(folder: Path) -> list[str]:
-    """Of both splits."""
+    """Return the documents of both splits."""
     found: list[str] = []
     for split in ("train", "val"):
         for chunk in json.loads((folder / split / "index.json").read_text())["chunks"]:
@@ -50,7 +50,7 @@ def documents(folder: Path) -> list[str]:
 
 
 def test_every_document_is_there_once_and_trained_on(sources: list[str], tmp_path: Path) -> None:
-    """After an interruption, too: the first run is killed once a chunk is written."""
+    """An interruption loses and repeats no document: the first run is killed once a chunk is written."""
     command = [*sources, "--output", str(tmp_path / "out"), "--tokenizer", "byte", "--val-fraction", "0.1"]
     program = ["-c", SMALL_PIECES, *command, "--num-workers", "2"]
     first = forked.start(program, tmp_path, tmp_path / "first.out", tmp_path / "first.err", {})
@@ -62,7 +62,7 @@ def test_every_document_is_there_once_and_trained_on(sources: list[str], tmp_pat
     assert not (tmp_path / "out" / "metadata.json").exists()
     second = forked.run(program, tmp_path, seconds=200)
     assert second.returncode == 0, second.stderr
-    read = [text for text in documents(tmp_path / "out") if text != " "]  # a blank: no line begins in a piece
+    read = [text for text in documents(tmp_path / "out") if text != " "]  # a piece in which no line begins
     assert sorted(read) == sorted(TEXTS)
     data = TextDataModule(str(tmp_path / "out"), context_length=16, batch_size=2)
     data.setup()
@@ -82,4 +82,4 @@ def test_a_tokenizer_json_ends_documents_by_its_own_token(tmp_path: Path, capsys
     data = TextDataModule(output, context_length=1, batch_size=1, shuffle=False)
     data.setup()
     tokens = [token for batch in data.train_dataloader() for token in batch.flatten().tolist()]
-    assert tokens.count(0) == 2  # the texts that spell it end nothing
+    assert tokens.count(0) == 2  # the token's spelling in a text ends nothing

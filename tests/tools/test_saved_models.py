@@ -1,4 +1,4 @@
-"""The commands on saved models: export, import and generate, on a checkpoint of a short training."""
+"""The commands export, import and generate work on the checkpoint of a short training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONFIG = GPTConfig(vocab_size=256, context_length=32, num_layers=2, dim=32, num_
 
 
 class Trained(NamedTuple):
-    """What a short training left behind."""
+    """Results of a short training."""
 
     folder: Path
     checkpoint: Path
@@ -57,14 +57,14 @@ def by_bytes(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 @pytest.fixture(scope="module")
 def by_pairs(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """With a vocabulary that was trained on the text, and rows that pad the model's matrices."""
+    """Train with a vocabulary that was trained on the text, and with padding rows in the model's vocabulary."""
     folder = tmp_path_factory.mktemp("pairs")
     return trained(folder, replace(CONFIG, vocab_size=384, tie_embeddings=True), tokenizer="bpe", vocab_size=320)
 
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., str]:
-    """Runs ``asyncpp ...`` in this process; what it printed, or with ``fails`` why it ended with code 2."""
+    """Return a function that runs ``asyncpp ...`` and returns its output, or with ``fails`` the error that ended it."""
     monkeypatch.setattr(sys, "argv", ["asyncpp"])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
 
@@ -85,7 +85,7 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize("which", [pytest.param("by_bytes", marks=pytest.mark.slow), "by_pairs"])
 def test_export_import_generate(which: str, request: pytest.FixtureRequest, command: Any, tmp_path: Path) -> None:
-    """The same weights and the same text, wherever they are read from."""
+    """The checkpoint, the export and the import have the same weights and generate the same text."""
     run: Trained = request.getfixturevalue(which)
     printed = command("export", run.checkpoint, tmp_path / "out")
     assert printed.startswith(f"LlamaForCausalLM of {sum(p.numel() for p in run.module.parameters()):,} parameters: ")

@@ -1,4 +1,4 @@
-"""Models that are not ours, as the documents' examples cut them: trained by their scripts, equal to the oracle."""
+"""The scripts in ``examples/`` train third-party models to the same weights as the reference."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ FOLDER = Path(__file__).parents[2] / "examples"
 
 
 def example(name: str) -> ModuleType:
-    """An example as a module."""
+    """Import an example as a module."""
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
     return importlib.import_module(name)
 
 
 def run_main(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Run an example's ``main``, which returns its Trainer; what its model ended with on this rank."""
+    """Run an example's ``main``, which returns its Trainer; return this rank's weights, buffers and metrics."""
     trainer = example(name).main(**arguments, accelerator="cpu")
     module = trainer.lightning_module
     return {
@@ -42,7 +42,7 @@ def run_main(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def reference(module: Any, loader: Any, optimizer: Any, results: list[dict[str, Any]], **how: Any) -> dict[str, Any]:
-    """Weights of an example's module after training in this process; ``results`` say what a stage held."""
+    """Train an example's module in this process, and return its weights; ``results`` show each stage's parameters."""
     named = dict(module.named_parameters())
     # Rank r is stage P - 1 - r, which runs the first r microbatches on the older weights.
     stale_counts = [([named[name] for name in result["weights"]], rank) for rank, result in enumerate(results)]
@@ -56,7 +56,7 @@ def reference(module: Any, loader: Any, optimizer: Any, results: list[dict[str, 
 
 
 def test_a_llama_of_transformers(pools: Pools, tmp_path: Path) -> None:
-    """With Muon, Error Feedback, clipping, padding and a validation; it goes to transformers and comes back."""
+    """A Llama trains as the reference, with Muon, Error Feedback, clipping, padding and validation, and is reloaded."""
     pytest.importorskip("transformers")
     results = pools.run(2, run_main, "transformers_llama", {"devices": 2, "steps": 3, "save": str(tmp_path)})
     script = example("transformers_llama")
@@ -71,7 +71,7 @@ def test_a_llama_of_transformers(pools: Pools, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_resnet_of_torchvision(pools: Pools) -> None:
-    """Weights, and the running statistics of every BatchNorm, which validation uses."""
+    """Weights and the running statistics of every BatchNorm, which validation uses, equal those of the reference."""
     pytest.importorskip("torchvision")
     results = pools.run(2, run_main, "torchvision_resnet", {"devices": 2, "steps": 4})
     script = example("torchvision_resnet")
@@ -91,7 +91,7 @@ def test_a_resnet_of_torchvision(pools: Pools) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["transformers_llama", "torchvision_resnet"])
 def test_the_scripts(name: str) -> None:
-    """As a user runs them: processes are started by the script."""
+    """The scripts start their processes themselves, as when a user runs them."""
     command = [sys.executable, str(FOLDER / f"{name}.py"), "--devices", "2", "--steps", "8", "--accelerator", "cpu"]
     done = subprocess.run(["timeout", "-k", "5", "240", *command], capture_output=True, text=True, timeout=260)
     assert done.returncode == 0, done.stderr

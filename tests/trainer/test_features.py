@@ -1,4 +1,4 @@
-"""What people use with a Trainer goes on working: evaluation, precision, callbacks that decide on metrics."""
+"""Evaluation, precision, callbacks and schedulers that depend on metrics, and BatchNorm work in a pipeline."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_all_ranks_have_the_metrics_of_an_evaluation(pools: Pools, what: str) ->
 
 
 def test_model_checkpoint_on_the_training_loss(pools: Pools, tmp_path: Path) -> None:
-    """It keeps the checkpoints of the best steps, on all ranks by the loss of the very step that it saves after."""
+    """ModelCheckpoint keeps the best steps' checkpoints; all ranks judge a step by that step's own loss."""
     saving = {"monitor": "train_loss_step", "every_n_train_steps": 2, "save_top_k": 2, "filename": "{step}"}
     callback = (ModelCheckpoint, {"dirpath": tmp_path, **saving})
     run = Run(Net, callbacks=(callback,), trainer={"max_epochs": 2, "enable_checkpointing": True})
@@ -50,7 +50,7 @@ def test_model_checkpoint_on_the_training_loss(pools: Pools, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("scheduler", ["plateau-step-late", "plateau-epoch-train_loss_epoch"])
 def test_ranks_lower_the_rate_on_a_plateau(pools: Pools, scheduler: str) -> None:
-    """Where a plain run does; also by what a callback logged in the same batch."""
+    """Ranks lower the rate where a plain run does, also by a metric that a callback logs in the same batch."""
     run = Run(Net, scheduler=scheduler, optimizer="sgd", callbacks=((LogsAtTheEnd, {}),), trainer={"max_epochs": 4})
     run = replace(run, samples=24, strategy="sync" if "epoch" in scheduler else "async")
     plain = fit(replace(run, strategy="plain"))["rates"]
@@ -59,11 +59,11 @@ def test_ranks_lower_the_rate_on_a_plateau(pools: Pools, scheduler: str) -> None
 
 
 def test_every_replica_has_running_statistics_of_its_own(pools: Pools) -> None:
-    """Those of its own microbatches, in their order; the whole model gets those of the first replica."""
+    """Each replica has the statistics of its own microbatches, in order; the whole model has the first replica's."""
     options: dict[str, Any] = {"data_parallel_size": 2, "microbatches": 3}
     run = Run(BatchNormNet, options=options, shuffle=True, samples=36, batch_size=6)
     results = pools.run(4, fit, run)
-    for replica, rank in enumerate((1, 3)):  # the first stages
+    for replica, rank in enumerate((1, 3)):  # the ranks of stage 0
         norm = nn.BatchNorm1d(DIM)
         for batch in batches_of(run, 0, replicas=2, replica=replica):
             for x in batch["x"].tensor_split(3):

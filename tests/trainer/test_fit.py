@@ -1,4 +1,4 @@
-"""``Trainer.fit`` over the stages of a pipeline ends with the oracle's weights, bit for bit."""
+"""``Trainer.fit`` over the stages of a pipeline ends with the oracle's weights, bit for bit on one replica."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MUON = Run(Net, trainer=CLIPPED, optimizer="muon", error_feedback=True, schedule
 VALIDATED = {"max_epochs": 2, "val_check_interval": 2, "enable_checkpointing": True}
 IN_ONE_PROCESS: dict[str, tuple[Run, int]] = {
     "muon-feedback-clipped": (MUON, 3),
-    "muon-feedback-sync": (replace(MUON, strategy="sync"), 4),  # its feedback passes the step through
+    "muon-feedback-sync": (replace(MUON, strategy="sync"), 4),  # without a delay, error feedback corrects nothing
     "an odd number accumulated": (
         replace(MUON, dropout=0.0, samples=37, trainer={**CLIPPED, **TWO_EPOCHS, "accumulate_grad_batches": 2}), 3,
     ),
@@ -54,7 +54,7 @@ IN_PROCESSES: dict[str, tuple[Run, int]] = {
 
 
 def after_update(run: Run) -> Callable[[Any], Callable[[], None]] | None:
-    """The schedules that the oracle does not know."""
+    """Return the oracle's ``after_update`` if it cannot step the run's learning rate schedule itself, or None."""
     if run.module is tied_gpt:
         factor = learning_rate_factor(small_gpt(run))
     elif run.scheduler == "decay-epoch":
@@ -65,7 +65,7 @@ def after_update(run: Run) -> Callable[[Any], Callable[[], None]] | None:
 
 
 def assert_is_the_oracles(run: Run, stages: int, weights: dict[str, np.ndarray], result: dict[str, Any]) -> None:
-    """Weights and logged losses; of accumulated batches Lightning logs the last one's."""
+    """Check weights and logged losses; of accumulated batches, Lightning logs the last one's loss, which is ignored."""
     epochs, accumulate = (run.trainer.get(name, 1) for name in ("max_epochs", "accumulate_grad_batches"))
     batches = list(mini_batches_of(run, max(epochs, 1), accumulate=accumulate))[: run.trainer.get("max_steps")]
     microbatches, max_norm = run.options.get("microbatches", stages), run.trainer.get("gradient_clip_val")
@@ -92,7 +92,7 @@ def test_stages_in_one_process(name: str) -> None:
 
 @pytest.mark.parametrize("name", IN_PROCESSES)
 def test_stages_in_processes(pools: Pools, tmp_path: Path, name: str) -> None:
-    """Validations and checkpoints drain the pipeline, which changes the clock and not the trajectory."""
+    """Stages train as the oracle; validations and checkpoints drain the pipeline, but do not change the trajectory."""
     run, stages = IN_PROCESSES[name]
     if "enable_checkpointing" in run.trainer:
         run = replace(run, callbacks=(saving(tmp_path, every_n_train_steps=3),))
@@ -107,7 +107,7 @@ def test_stages_in_processes(pools: Pools, tmp_path: Path, name: str) -> None:
 
 
 def test_two_replicas_of_two_stages(pools: Pools) -> None:
-    """The replicas' batches are more microbatches of the same mini-batch; equal to rounding."""
+    """Replicas' batches count as further microbatches of the same mini-batch; results are equal up to rounding."""
     run = Run(Net, options={"data_parallel_size": 2, "microbatches": 3}, shuffle=True, scheduler="decay-step")
     run = replace(run, trainer={"max_epochs": 2, "gradient_clip_val": 0.5, "logger": "list"}, samples=44, batch_size=4)
     results = pools.run(4, fit, run)
@@ -128,7 +128,7 @@ def test_two_replicas_of_two_stages(pools: Pools) -> None:
 
 
 def test_processes_go_on_from_the_checkpoint_of_one(pools: Pools, tmp_path: Path) -> None:
-    """Saved in the middle of an epoch, as if nothing had happened."""
+    """Processes resume from one process's checkpoint, saved after an epoch's last batch, as in an uninterrupted run."""
     run = Run(Net, "default", {"microbatches": 6}, {"max_steps": 6, "max_epochs": 3}, error_feedback=True)
     saves = (saving(tmp_path, every_n_train_steps=5),)
     train(staged(replace(run, callbacks=saves, trainer={"max_steps": 5, "enable_checkpointing": True})))
@@ -137,7 +137,7 @@ def test_processes_go_on_from_the_checkpoint_of_one(pools: Pools, tmp_path: Path
 
 
 def test_a_module_that_nothing_can_cut_is_one_stage() -> None:
-    """A delay shows in its second update."""
+    """A module that cannot be cut trains as one stage; a delay of 1 affects its second update and later ones."""
     run = Run(Backbone, scheduler="decay-step")
     plain = train(replace(run, strategy="plain"))["weights"]
     whole, late = (train(delayed(run, microbatches=1, delay=delay))["weights"] for delay in (0, 1))

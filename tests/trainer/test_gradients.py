@@ -1,4 +1,4 @@
-"""Gradients that are not finite, and losses of nothing."""
+"""Non-finite gradients stop the run or are skipped, and losses without targets are handled as in a plain run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers.trainer import Net, Run, Samples, arrays, staged, train
 
 
 class PoisonedNet(Net):
-    """One sample of the third batch is NaN."""
+    """Module whose training data has a NaN sample in the third batch."""
 
     def train_dataloader(self) -> Any:
         data = Samples(self.run.samples)
@@ -52,7 +52,7 @@ def test_a_batch_whose_gradient_is_not_finite_stops_the_run_or_is_skipped() -> N
 
 
 class LabelledNet(Net):
-    """Its loss is a mean over the targets that count, which some batches lack; its weights stay."""
+    """Module whose loss is a mean over valid targets, which some batches lack; its weights stay, since lr is 0."""
 
     def train_dataloader(self) -> Any:
         data = Samples(36)
@@ -71,7 +71,7 @@ class LabelledNet(Net):
 
 
 def test_a_microbatch_without_a_target_is_left_out_of_the_mean() -> None:
-    """Its loss is NaN, and its gradient finite; a batch without any stays NaN."""
+    """A microbatch's NaN loss with a finite gradient is left out; the loss of a batch without targets stays NaN."""
     run = Run(LabelledNet, options={"microbatches": 3})
     plain, three = train(replace(run, strategy="plain", options={})), train(staged(run))
     assert three["losses"] == pytest.approx(plain["losses"], rel=1e-6, nan_ok=True)

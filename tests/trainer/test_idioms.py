@@ -1,4 +1,4 @@
-"""Idioms of Lightning's documentation: what works equals one process bit by bit, what cannot work is refused."""
+"""Idioms of Lightning's documentation equal one process bit for bit if they work, and are refused if they cannot."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_three_stages_train_as_one(idiom: Idiom) -> None:
 
 @pytest.mark.parametrize("idiom", [i for i in WORKING if i.processes], ids=lambda idiom: idiom.rows)
 def test_ranks_train_as_one_process(pools: Pools, idiom: Idiom) -> None:
-    """With the default strategy; what is logged is the same on all."""
+    """With the default strategy, ranks train as one process, and all ranks have the same metrics."""
     run = idiom.run(strategy="default", options=THREE)
     results = pools.run(3, fit, run)
     weights, expected = results[0]["full_at_end"], train(staged(run))
@@ -60,7 +60,7 @@ def test_refused_where_a_rank_lacks_something(pools: Pools, idiom: Idiom) -> Non
 
 
 def test_every_row_of_the_page_is_tested() -> None:
-    """And every name of its lists; refused are those that are said to be."""
+    """Every row and list item of the page is tested, and refused exactly if its verdict is "refused"."""
     text = PAGE.read_text()
     cells = [line.removeprefix("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     verdicts = {row[0]: row[1] for row in cells if row[1] in ("refused", "works, with a note")}

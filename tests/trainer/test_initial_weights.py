@@ -1,4 +1,4 @@
-"""Training from saved weights: every stage reads its own tensors, and the run is that of a single process."""
+"""Training can start from saved weights, of which every stage reads only its own tensors."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ CONFIG = GPTConfig(32, 8, num_layers=3, dim=16, num_heads=2, mlp_dim=32)
 
 
 def started(run: Run, folder: Path) -> GPTModule:
-    """A module that starts from a folder of transformers."""
+    """Return a module whose initial weights are in a folder in the format of transformers."""
     return GPTModule(CONFIG, optimizer=run.make_optimizer, decay="constant", initial_weights=str(folder))
 
 
 def weights_read(run: Run) -> tuple[dict[str, np.ndarray], list[str]]:
-    """The weights of this rank before the first step, and the tensors that it read."""
+    """Return this rank's weights before the first step, and the names of the tensors that it read."""
     read: list[str] = []
     get = HFTensors.__getitem__
 

@@ -1,4 +1,4 @@
-"""What batches may come from and hold: every sample keeps what belongs to it, in the loader's own order."""
+"""Samples keep their strings, loaders keep their order, and modules may split and weigh batches themselves."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.helpers.oracle import assert_equal_weights, oracle
 from tests.helpers.pool import Pools
 from tests.helpers.trainer import Net, Run, Samples, make_trainer, staged, train
 
-# Batches of 8 and 5 samples; microbatches of 3, 3, 2 and of 2, 2, 1.
+# The batches have 8 and 5 samples, and their microbatches 3, 3, 2 and 2, 2, 1.
 SAMPLES = 13
 IN_ORDER = list(range(SAMPLES))
 
 
 class NamedSamples(Samples):
-    """Samples with their number as a tensor, as a string, and as two strings in a list."""
+    """Dataset whose samples also contain their number as a tensor, in a string, and in a list of two strings."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         number = {"index": torch.tensor(index), "name": f"n{index}", "tags": [f"a{index}", f"b{index}"]}
@@ -32,7 +32,7 @@ class NamedSamples(Samples):
 
 
 class NamedNet(Net):
-    """Keeps which names every step saw beside which samples; predicts tensors and strings."""
+    """Module that records the samples of every step and checks their strings; it predicts tensors and strings."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -57,7 +57,7 @@ class NamedNet(Net):
 
 
 def work(run: Run, what: str, order: dict[str, Any]) -> tuple[list[int], Any]:
-    """``trainer.fit`` or ``trainer.predict`` with Lightning's own samplers: what steps saw, and what came back."""
+    """Run ``trainer.fit`` or ``predict`` with Lightning's samplers; return the samples seen in steps and the result."""
     L.seed_everything(run.seed, verbose=False)
     module, data = run.module(run), NamedSamples(run.samples)
     returned = getattr(make_trainer(run, use_distributed_sampler=True), what)(module, DataLoader(data, **order))
@@ -70,7 +70,7 @@ IN_EIGHTS: dict[str, Any] = {"batch_size": 8}
 
 
 def test_every_sample_keeps_its_strings(pools: Pools) -> None:
-    """On the first stage and on the last, in every microbatch, those of the odd last batch included."""
+    """Samples keep their strings on the first and last stage in every microbatch, also in the smaller last batch."""
     (last, returned), (first, nothing) = pools.run(2, work, RUN, "predict", IN_EIGHTS)
     assert last == first == IN_ORDER
     assert all(batch is None for batch in nothing or [])
@@ -82,7 +82,7 @@ def test_every_sample_keeps_its_strings(pools: Pools) -> None:
 
 
 class Batches(BatchSampler):
-    """A user's own batches."""
+    """Batch sampler class of a user."""
 
 
 BATCHES = Batches(RandomSampler(range(SAMPLES)), 8, drop_last=False)
@@ -94,7 +94,7 @@ BATCHES = Batches(RandomSampler(range(SAMPLES)), 8, drop_last=False)
     ids=["own", "shuffled", "shuffled batches"],
 )
 def test_an_order_is_kept(pools: Pools, order: dict[str, Any]) -> None:
-    """With one replica, by two ranks and by one process."""
+    """With one replica, two ranks and one process see samples in the same order, which is that of the sampler."""
     (last, _), (first, _) = pools.run(2, work, RUN, "fit", order)
     assert first == last == work(staged(RUN, 1), "fit", order)[0]
     assert sorted(first) == IN_ORDER
@@ -102,7 +102,7 @@ def test_an_order_is_kept(pools: Pools, order: dict[str, Any]) -> None:
 
 
 class CuttingNet(WeighingNet):
-    """Batches with a tensor that is not batched, cut by the module into pieces of different sizes."""
+    """Module that splits its batches, which have an unbatched tensor, into pieces of different sizes."""
 
     def train_dataloader(self) -> Any:
         def with_shift(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -120,5 +120,5 @@ def test_a_module_that_cuts_and_weighs() -> None:
     run = Run(CuttingNet)
     module = CuttingNet(run)
     pieces = [module.split_batch(batch, 3) for batch in module.train_dataloader()]
-    weights, _ = oracle(run, 1, pieces)  # its own cut leaves a piece whole
+    weights, _ = oracle(run, 1, pieces)  # with 1 microbatch, the oracle leaves a piece whole
     assert_equal_weights(train(staged(run))["weights"], weights)

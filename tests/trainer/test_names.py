@@ -1,4 +1,4 @@
-"""Parameters under second names outside of the layers."""
+"""Parameters with second names outside of the layers are trained and saved under all names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers.trainer import arrays, fit, staged, train
 
 
 def test_all_names_hold_the_trained_values(pools: Pools, tmp_path: Path) -> None:
-    """Afterwards, in a checkpoint, and after going on from it with another number of stages."""
+    """All names hold the trained value after training, in a checkpoint, and after a resume with other stages."""
     weights, _ = oracle(SECOND_NAMES_RUN, 4, list(mini_batches_of(SECOND_NAMES_RUN, 2)), max_norm=0.4)
     module = SecondNet(SECOND_NAMES_RUN)
     train(staged(replace(SECOND_NAMES_RUN, module=lambda _: module), 1))
@@ -26,7 +26,7 @@ def test_all_names_hold_the_trained_values(pools: Pools, tmp_path: Path) -> None
     assert_equal_weights({name: expected[name] for name in weights}, weights)
     results = pools.run(3, fit, replace(SECOND_NAMES_RUN, callbacks=(saving(tmp_path, every_n_train_steps=3),)))
     assert_equal_weights(results[0]["full_afterwards"], expected)
-    # What stage 0 does not hold is not in its named_parameters() either.
+    # Only stage 0, on rank 2, holds the scale; it is not in the named_parameters() of the other stages.
     assert all("scale" not in name for result in results[:2] for name in result["weights"])
     checkpoint = torch.load(path := tmp_path / "step=3.ckpt", weights_only=True)
     state = checkpoint["state_dict"]

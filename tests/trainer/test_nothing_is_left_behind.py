@@ -1,4 +1,4 @@
-"""A training with validations, checkpoints, drains, a logger and monitors holds no more at its end than after each."""
+"""A training with validations, checkpoints, drains, a logger and monitors leaks no threads, files or objects."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ STEPS, EVERY, BATCH = 80, 10, 8
 
 
 class Counts(L.Callback):
-    """Counts what the process holds, and drains the pipeline now and then."""
+    """Callback that counts the process's threads, files and objects, and drains the pipeline, both every 10 steps."""
 
     def __init__(self) -> None:
-        self.counts: list[tuple[int, ...]] = []  # numbers alone: the garbage collector does not track them
+        self.counts: list[tuple[int, ...]] = []  # of numbers, which the garbage collector ignores
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step % EVERY == 5:
@@ -38,7 +38,7 @@ class Counts(L.Callback):
 
 
 def count() -> list[tuple[int, ...]]:
-    """Train on the ranks of a pool; threads of Python, threads, files and objects, over the training."""
+    """Train on the ranks of a pool; return counts of Python threads, all threads, files and objects over time."""
     run, counts = Run(MetricNet, correction="feedback", scheduler="decay-step", dropout=0.1), Counts()
     L.seed_everything(run.seed, verbose=False)
     with tempfile.TemporaryDirectory() as own:
@@ -53,14 +53,14 @@ def count() -> list[tuple[int, ...]]:
         )  # fmt: skip
         training, validation = (DataLoader(Samples(BATCH * n, n), batch_size=BATCH) for n in (80, 5))
         trainer.fit(MetricNet(run), training, validation)
-        dist.barrier()  # before the folder goes
+        dist.barrier()  # before the folder is deleted
     return counts.counts
 
 
 def test_a_training_leaves_nothing_behind(pools: Pools) -> None:
     for counts in pools.run(2, count, timeout=200.0):
         assert len(counts) == STEPS // EVERY
-        settled = counts[len(counts) // 2 :]  # after each kind of thing has happened
-        slack = (0, 0, 0, 200)  # caches are a few dozen objects; a leak per step would be thousands
+        settled = counts[len(counts) // 2 :]  # after each kind of event has happened
+        slack = (0, 0, 0, 200)  # caches add a few dozen objects; a leak in every step would add thousands
         for early, late, more in zip(settled[0], settled[-1], slack, strict=True):
             assert 0 < late <= early + more, settled

@@ -1,4 +1,4 @@
-"""Optimizers of somebody else, and stages that train nothing, through the Trainer."""
+"""Third-party optimizers, and stages without trained parameters, work with the Trainer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.trainer import Net, Run, fit, staged, train
 
 
 class Filtered(Net):
-    """Trains the last layers only, as after ``get_peft_model``, or the first one."""
+    """Module that trains only its last or only its first layer; the rest is frozen, as after ``get_peft_model``."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -31,7 +31,7 @@ class Filtered(Net):
         trained = [(n, p) for n, p in self.named_parameters() if p.requires_grad]
         if self.run.optimizer == "muon":
             optimizer: Any = ErrorFeedback(trained, lambda named: MuonAdamW(named, lr=0.02))
-        else:  # both groups are empty on stages that train nothing, one on others
+        else:  # both groups are empty on stages that train nothing
             matrices = {"params": [p for _, p in trained if p.ndim > 1], "weight_decay": 0.1}
             optimizer = torch.optim.AdamW([matrices, {"params": [p for _, p in trained if p.ndim <= 1]}], lr=0.01)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1.0 / (1 + 0.3 * t))
@@ -40,7 +40,7 @@ class Filtered(Net):
 
 @pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.slow), "muon"])
 def test_stages_that_train_nothing(pools: Pools, optimizer: str, tmp_path: Path) -> None:
-    """They go on from a checkpoint, too, cut in another way."""
+    """Stages without trained parameters train as one stage does, also after a resume with another cut."""
     trainer = {"max_epochs": 2, "gradient_clip_val": 0.3, "enable_checkpointing": True}
     run = Run(Filtered, options={"microbatches": 3}, optimizer=optimizer, trainer=trainer, samples=24)
     whole = train(staged(replace(run, callbacks=(saving(tmp_path, every_n_train_steps=3),)), 1))["weights"]
@@ -50,7 +50,7 @@ def test_stages_that_train_nothing(pools: Pools, optimizer: str, tmp_path: Path)
 
 
 class ScheduleFree(Net):
-    """With the modes that its authors ask for, and a wrapper around it."""
+    """Module with a wrapped schedule-free optimizer; hooks set its modes, as its authors require."""
 
     def configure_optimizers(self) -> Any:
         return ErrorFeedback(self.parameters(), lambda p: pytorch_optimizer.ScheduleFreeAdamW(p, lr=0.01))
@@ -75,13 +75,13 @@ def test_schedule_free(pools: Pools, tmp_path: Path) -> None:
     assert alone["callback_metrics"]["val_loss"] == pytest.approx(val_loss, rel=1e-5)
 
 
-# They want more than plain parameters, a learning rate and one gradient: the model, the loss, second derivatives.
+# These need more than parameters, a learning rate and one gradient: the model, the loss or second derivatives.
 OTHERWISE = {
     "a2grad", "adago", "adahessian", "adalomo", "adammini", "adamuon", "alig", "bsam", "demo",
     "distributedmuon", "emofact", "emolynx", "emonavi", "lbfgs", "lomo", "lorarite", "muon", "muonclip",
     "normuon", "ranger21", "sophiah", "spectralsphere",
 }  # fmt: skip
-# They compute over all parameters, draw random numbers, or amplify rounding (through eigenvectors, signs or divisions).
+# These compute over all parameters, draw random numbers, or amplify rounding (by eigenvectors, signs or divisions).
 TO_NO_BITS = {
     "adagc", "adai", "adams", "alice", "asgd", "avagrad", "conda", "dadaptadagrad", "dadaptadam", "dadaptadan",
     "dadaptlion", "dadaptsgd", "dash", "gravity", "kate", "kron", "magma", "prodigy", "scalableshampoo",
@@ -97,7 +97,7 @@ class Supported(Net):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(pytorch_optimizer.get_supported_optimizers()) - OTHERWISE))
 def test_every_optimizer_of_a_library(pools: Pools, name: str) -> None:
-    """Those that take plain parameters, on two ranks, each with an optimizer of its own, against a plain Trainer."""
+    """Optimizers that take plain parameters train on two ranks, one on each, as with a plain Trainer."""
     run = Run(Supported, "sync", optimizer=name)
     weights = joined_weights(pools.run(2, fit, run), 2)
     if name in TO_NO_BITS:

@@ -1,4 +1,4 @@
-"""Which layers each stage gets under the Trainer, and what the log says of it."""
+"""Under the Trainer, layers are distributed over stages by their measured times, and the log says so."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers.trainer import Net, Run, arrays, loader, make_trainer, staged
 
 
 def fit_and_describe(run: Run) -> dict[str, Any]:
-    """Train with the summary that Lightning prints over processes; what was chosen, and the weights."""
+    """Train, over processes with Lightning's model summary; return the partition, its description and the weights."""
     L.seed_everything(run.seed, verbose=False)
     module = run.module(run)
     trainer = make_trainer(run, enable_model_summary=run.strategy != "delayed")
@@ -29,7 +29,7 @@ def fit_and_describe(run: Run) -> dict[str, Any]:
 
 
 class Slow(nn.Linear):
-    """Every process has its own opinion of how much it has to do."""
+    """Layer that is slow on one rank only, so that ranks would measure different times."""
 
     def __init__(self, outputs: int, slow_on: str) -> None:
         super().__init__(DIM, outputs)
@@ -41,7 +41,7 @@ class Slow(nn.Linear):
 
 
 class Disagreeing(Net):
-    """Measured with an example, which passes through a forward of its own."""
+    """Module whose ranks disagree about the times of its layers; its example passes through its own ``forward``."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -60,7 +60,7 @@ class WrongExample(Disagreeing):
 
 
 def test_layers_are_measured_on_rank_0_where_there_is_an_example(pools: Pools) -> None:
-    """One that does not fit leaves the sizes."""
+    """All ranks use the times of rank 0; if the example does not fit, they use the numbers of parameters."""
     run = Run(Disagreeing, samples=16)
     results = pools.run(2, fit_and_describe, run)
     for result in results:

@@ -1,7 +1,7 @@
-"""A training step through the Trainer runs few functions of this package: what it costs is seen here, not in seconds.
+"""A training step through the Trainer calls few functions of this package; its cost is counted in calls, not seconds.
 
-Calls of Python functions are counted, and the files that they are in, from the start of one batch to that of the next.
-How often a stage looks for what has not arrived depends on the machine, so the cheapest of several batches counts.
+Calls of Python functions, and the files of these functions, are counted from the start of one batch to the start of
+the next. How often a stage polls for messages depends on the machine, so the cheapest of several batches is checked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PACKAGE = str(Path(lightning_asyncpp.__file__).parent)
 
 
 class Plain(L.LightningModule):
-    """Linear layers alone."""
+    """Module of linear layers."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Plain(L.LightningModule):
 
 
 class CountCalls(L.Callback):
-    """Counts from the start of a batch to that of the next: calls of this package's functions in each of its files."""
+    """Callback that counts the calls of this package's functions by file, from the start of a batch to the next one."""
 
     def __init__(self) -> None:
         self.batches: list[Counter[str]] = []
@@ -62,7 +62,7 @@ class CountCalls(L.Callback):
 
 
 def calls_of_a_step(run: Run) -> Counter[str]:
-    """In each file, in a batch in the middle: the last ones drain the pipeline."""
+    """Return the calls by file of the cheapest batch between the first ones and the last, which drain the pipeline."""
     counting = CountCalls()
     trainer = make_trainer(run, callbacks=[counting])
     trainer.fit(run.module(run), DataLoader(torch.randn(8 * BATCHES, 8), batch_size=8))

@@ -1,4 +1,4 @@
-"""``weight_dtype="bf16"`` through the Trainer: masters, what checkpoints show, and a run that goes on."""
+"""With ``weight_dtype="bf16"``, checkpoints contain weights in bf16 and their masters, from which runs resume."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.trainer import Net, Run, Samples, fit, staged, train
 
 
 class NamedAlike(ResumableNet):
-    """Has a frozen layer beside ``self.model`` that is called like one of its layers."""
+    """Module with a frozen layer beside ``self.model`` that has the name of one of the model's layers."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -33,7 +33,7 @@ RUN = Run(
 
 
 def test_a_checkpoint_shows_the_weights_that_were_validated_and_a_run_goes_on(pools: Pools, tmp_path: Path) -> None:
-    """With another number of stages, too: the masters are there."""
+    """A checkpoint has the validated bf16 weights, and masters from which a run with other stages resumes."""
     results = pools.run(2, fit, replace(RUN, callbacks=(saving(tmp_path, every_n_train_steps=5),)))
     whole, again = joined_weights(results, 2), replace(RUN, ckpt_path=str(tmp_path / "step=5.ckpt"))
     resumed = train(staged(again))["weights"]

@@ -1,4 +1,4 @@
-"""Optimizers as they are written for one process: stages train what a plain Trainer trains, with the same state."""
+"""With optimizers that are written for one process, stages train as a plain Trainer does, with the same state."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ NOT_IN_A_PLAIN_TRAINER: Makes = {
 
 
 class Made(Net):
-    """Its optimizer is one of those above, and it clips by itself."""
+    """Module that uses one of the optimizers above, and clips gradients in its own hook."""
 
     def configure_optimizers(self) -> Any:
         return {**OPTIMIZERS, **NOT_IN_A_PLAIN_TRAINER}[self.run.optimizer](self)
@@ -88,7 +88,7 @@ def saved(run: Run, folder: Path) -> Run:
 
 
 def assert_close(actual: Any, expected: Any, where: str = "") -> None:
-    """Numbers and tensors but for rounding, everything else equal."""
+    """Check that numbers and tensors are equal up to rounding, and that everything else is equal."""
     if isinstance(expected, dict):
         assert actual.keys() == expected.keys(), where
         for key, value in expected.items():
@@ -105,7 +105,7 @@ def assert_close(actual: Any, expected: Any, where: str = "") -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_stages_train_as_a_plain_trainer(name: str, tmp_path: Path) -> None:
-    """The weights, and the whole state of the optimizer and its scheduler, as a plain checkpoint holds it."""
+    """Weights, and the states of the optimizer and its scheduler in a checkpoint, equal those of a plain Trainer."""
     run = run_of(name)
     expected = train(saved(replace(run, strategy="plain"), tmp_path / "plain"))
     found = train(saved(staged(run), tmp_path / "stages"))
@@ -122,14 +122,14 @@ def test_names_come_from_the_module() -> None:
 
 @pytest.mark.parametrize("name", NOT_IN_A_PLAIN_TRAINER)
 def test_async_goes_on_with_other_stages(name: str, tmp_path: Path) -> None:
-    """Bitwise: no state depends on the cut."""
+    """A resume with another number of stages gives bitwise equal weights, since no state depends on the cut."""
     run = replace(run_of(name), strategy="async", options={"microbatches": 3})
     whole = train(saved(staged(run, 2), tmp_path))["weights"]
     assert_equal_weights(train(staged(replace(run, ckpt_path=str(tmp_path / "step=3.ckpt")), 3))["weights"], whole)
 
 
 def test_checkpoints_are_plain_both_ways(pools: Pools, tmp_path: Path) -> None:
-    """What ranks of a pipeline saved a plain Trainer goes on from, with its optimizer, and the other way."""
+    """A plain Trainer resumes from a pipeline's checkpoint, with its optimizer state, and vice versa."""
     run = run_of("one cycle")
     plain = replace(run, strategy="plain", options={})
     theirs, ours = str(tmp_path / "plain" / "step=3.ckpt"), str(tmp_path / "stages" / "step=3.ckpt")
@@ -140,7 +140,7 @@ def test_checkpoints_are_plain_both_ways(pools: Pools, tmp_path: Path) -> None:
 
 
 def fit_twice(run: Run, validate: bool) -> tuple[dict[str, np.ndarray], list[int]]:
-    """Train a module twice, or validate and train it, with an optimizer that was made at the beginning."""
+    """Train a module twice, or validate and train it, with one optimizer; return its weights and its groups' sizes."""
     L.seed_everything(run.seed, verbose=False)
     module = run.module(run)
     optimizer = two_groups(module)
@@ -152,7 +152,7 @@ def fit_twice(run: Run, validate: bool) -> tuple[dict[str, np.ndarray], list[int
 
 @pytest.mark.parametrize("validate", [True, False])
 def test_an_optimizer_that_was_made_before(pools: Pools, validate: bool) -> None:
-    """It holds the whole model again afterwards, so that it can be used once more."""
+    """An optimizer that was made before a run holds the whole model again after it, and can be reused."""
     run = run_of("one cycle")
     expected, sizes = fit_twice(replace(run, strategy="plain"), validate)
     results = pools.run(2, fit_twice, run, validate)
@@ -161,7 +161,7 @@ def test_an_optimizer_that_was_made_before(pools: Pools, validate: bool) -> None
 
 
 class Configured(Net):
-    """What a user's own ``LightningCLI`` makes."""
+    """Module without arguments, for a user's own ``LightningCLI``."""
 
     def __init__(self) -> None:
         super().__init__(Run(Net))

@@ -1,4 +1,4 @@
-"""Meta tensors become the same values for every number of stages; real ones are kept; none is left as garbage."""
+"""Meta tensors get the same values for every number of stages; those that no initialiser sets are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class Block(nn.Module):
-    """Children that know how to initialise themselves, tensors of its own, and a say over its children."""
+    """Module with its own tensors, which also sets the bias of a child after the children initialised themselves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def blocks() -> nn.Module:
 def values(num_stages: int, seed: int = 3) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for index in range(num_stages):
-        torch.manual_seed(100 + index)  # what was drawn before does not matter
+        torch.manual_seed(100 + index)  # earlier random numbers have no effect
         stage = cut(blocks(), index, num_stages, seed, CPU)
         assert not any(p.is_meta for p in stage.model.parameters())
         found |= stage.state_dict() | {n: b for n, b in stage.model.named_buffers() if n.endswith("table")}
@@ -78,7 +78,7 @@ def test_shared_parameters_stay_shared_and_frozen_ones_frozen() -> None:
 
 
 class Forgetful(nn.Module):
-    """Sets ``kept`` and forgets the rest."""
+    """Module that initialises ``kept`` and half of ``partly``, but not ``lost``."""
 
     def __init__(self) -> None:
         super().__init__()

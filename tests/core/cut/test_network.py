@@ -1,4 +1,4 @@
-"""Which attribute of a module is the network."""
+"""The network is found among the attributes of a module."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def net(trained: bool = True, layers: int = 4) -> nn.Module:
 
 
 class Aliased(nn.Module):
-    """Its network has a second name."""
+    """Module whose network ``net`` is also its property ``model``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def test_not_found(case: str) -> None:
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_found_again_once_it_is_cut(index: int) -> None:
-    """Also where a stage trains nothing: adapters in the other, for instance."""
+    """The network is also found on a stage that trains nothing, for instance if all adapters are on the other stage."""
     made = module(other=net(False, 1), net=net())
     made.net[:2].requires_grad_(False)
     cut(made.net, index, 2, 0, torch.device("cpu"), counts=(2, 2))

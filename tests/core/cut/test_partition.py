@@ -1,4 +1,4 @@
-"""What a cut goes by: the user, the model, measured times or sizes; the best one by brute force is the one found."""
+"""Cuts follow the user, the model's costs, measured times or sizes; a search by brute force finds no better cut."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from lightning_asyncpp.core.cut.units import pipeline_units
 from lightning_asyncpp.errors import ConfigurationError
 from tests.helpers.cases import Layer, Sleeping
 
-ROUND = st.integers(0, 4).map(float)  # many equal sums
-ROUGH = st.floats(0, 1e6, allow_nan=False)  # sums that rounding would change
+ROUND = st.integers(0, 4).map(float)  # many sums are equal
+ROUGH = st.floats(0, 1e6, allow_nan=False)  # rounding would change sums
 UNITS = st.lists(st.tuples(st.one_of(ROUND, ROUGH), st.booleans()), min_size=1, max_size=9)
 
 
 def all_cuts(heavy: Sequence[bool], num_stages: int) -> Iterator[list[int]]:
-    """Every contiguous cut with a unit that has parameters on every stage."""
+    """Yield every contiguous cut that gives every stage a unit with parameters."""
     for inner in itertools.combinations(range(1, len(heavy)), num_stages - 1):
         starts, ends = (0, *inner), (*inner, len(heavy))
         if all(any(heavy[start:end]) for start, end in zip(starts, ends)):
@@ -63,7 +63,7 @@ CPU = torch.device("cpu")
 
 
 def four_lines(*costs: float) -> nn.Sequential:
-    """A model that may know what its layers cost."""
+    """Return a model of four layers, with ``pipeline_costs()`` if costs are given."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     if costs:
         model.pipeline_costs = lambda: costs
@@ -115,7 +115,7 @@ def test_a_model_that_was_cut_before() -> None:
     again = choose_partition(model, 1, 2, "auto", Example(pytest.fail, CPU))  # type: ignore[arg-type]
     assert again.describe() == "partition=[1, 3] as the model was cut before"
     even = choose_partition(model, 1, 2, "uniform")
-    assert even.counts == (3, 1)  # that layer 0 had parameters, and layer 1 had none, is known
+    assert even.counts == (3, 1)  # it is known that layer 0 had parameters and layer 1 none
     with pytest.raises(ConfigurationError, match="cannot be cut with partition="):
         cut(model, 1, 2, 0, CPU, counts=[3, 1])
     with pytest.raises(ConfigurationError, match=r"was already cut to stage . of 2 and cannot be cut to stage . of 3"):
@@ -126,7 +126,7 @@ def test_a_model_that_was_cut_before() -> None:
 
 
 class Joining(nn.Linear):
-    """Takes two tensors, and changes one of them in place."""
+    """Linear layer that takes two tensors and adds one to the other in place."""
 
     def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
         x, y = pair
@@ -135,7 +135,7 @@ class Joining(nn.Linear):
 
 
 class Counted(nn.Module):
-    """Counts how many of its kind have memory at the same time."""
+    """Layer that counts how many layers of its class have memory at the same time."""
 
     alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
     most = 0
@@ -164,7 +164,7 @@ def test_a_model_on_the_meta_device_is_measured_layer_by_layer() -> None:
 
 
 def test_measuring_leaves_the_model_as_it_was() -> None:
-    """Also with layers that change their input or their buffers, or draw random numbers."""
+    """This also holds for layers that change their input or their buffers, or draw random numbers."""
     model = nn.Sequential(
         nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Dropout(0.5),
         Layer(nn.Linear(4, 4), "twice"), Joining(4, 4),

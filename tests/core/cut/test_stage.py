@@ -1,4 +1,4 @@
-"""Cutting a model: names stay, units of other stages go, and weights are swapped without a trace."""
+"""A cut keeps names and values, removes the weights of other stages, and refuses models that it cannot cut."""
 
 from __future__ import annotations
 

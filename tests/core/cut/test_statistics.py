@@ -1,4 +1,4 @@
-"""What layers count finds its place in one vector, the same on all stages."""
+"""The statistics of all layers are in one vector, with the same layout on all stages."""
 
 from __future__ import annotations
 

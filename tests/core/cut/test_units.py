@@ -1,4 +1,4 @@
-"""Finding the units of a model, spreading them over stages, and refusing what a pipeline cannot train."""
+"""The units of a model are found and spread over stages; models that a pipeline cannot train are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_asyncpp.errors import ConfigurationError
 
 
 class Layered(nn.Module):
-    """A model of its own kind, whose layers are nested and not registered in the order in which they run."""
+    """Model whose ``pipeline_layers()`` are nested, and not registered in the order in which they run."""
 
     def __init__(self, layers: Any = None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Real processes that fail: every rank ends, soon, and says why."""
+"""If a rank fails, every process ends soon and reports the reason."""
 
 from __future__ import annotations
 

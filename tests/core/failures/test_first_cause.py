@@ -1,4 +1,4 @@
-"""The first cause, as ranks write and read it: one counts, all learn it, and a lost store alone says nothing."""
+"""All ranks learn the first cause that a rank writes to the store; a lost store alone is not a failure."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lightning_asyncpp.core import first_cause
 from lightning_asyncpp.core.first_cause import Cause, FirstCause
 from lightning_asyncpp.errors import PeerLostError
 
-SOON = 20.0  # on a machine that others use, too
+SOON = 20.0  # generous, for a busy machine
 MISTAKE = Cause("rank 2 (stage 0) failed first: ValueError: \ud800 \U0001f9df", "Traceback ...")
 GONE = Cause("rank 1 (stage 1) is gone: it was killed")
 
 
 class Lost:
-    """A store whose server is gone, or does not answer for some seconds."""
+    """Fake store whose server is gone; ``check`` fails only after ``hangs`` seconds."""
 
     def __init__(self, hangs: float = 0.0) -> None:
         self._hangs = hangs
@@ -33,7 +33,7 @@ class Lost:
 
 
 class Rank:
-    """What one rank learnt."""
+    """Rank that records the causes that it learns."""
 
     def __init__(self) -> None:
         self.learnt: list[Cause] = []
@@ -50,7 +50,7 @@ Made = Callable[..., list[Rank]]
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
-    """Makes three ranks on one store."""
+    """Yield a function that makes three ranks on one store."""
     monkeypatch.setattr(first_cause, "POLL_SECONDS", 0.05)
     made: list[Rank] = []
 
@@ -73,7 +73,7 @@ def test_what_the_first_rank_writes_all_learn(ranks: Made) -> None:
 
 
 def test_a_store_that_is_gone_is_no_failure_by_itself(ranks: Made) -> None:
-    """Who serves it may have ended well; an error of this rank stays what it is. Beside a lost peer it is rank 0."""
+    """Its server may have ended as planned: an error stays the cause, but beside a lost peer, rank 0 is blamed."""
     made = ranks(Lost())
     assert made[0].first.wait(SOON) is None
     assert made[0].first.report(MISTAKE, SOON) == MISTAKE

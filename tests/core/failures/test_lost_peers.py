@@ -1,4 +1,4 @@
-"""What is blamed on another rank: a broken connection, and nothing that this rank's own device says meanwhile."""
+"""A broken connection is blamed on another rank; errors of this rank, such as those of its device, are not."""
 
 from __future__ import annotations
 

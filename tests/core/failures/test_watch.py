@@ -1,4 +1,4 @@
-"""What a rank does about a failure: alone, and in real processes."""
+"""A rank reports its failures to the others and raises theirs; tested without other ranks, and in processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RAW = RuntimeError("[/gloo/pair.cc:5] Connection closed by peer [127.0.0.1]:1")
 
 
 class Known:
-    """What a rank knows of the first cause, where there are no others."""
+    """Fake ``FirstCause`` of a rank without other ranks."""
 
     def __init__(self, cause: Cause | None) -> None:
         self.cause = cause
@@ -45,7 +45,7 @@ class Known:
 
 
 def watching(cause: Cause | None = None) -> tuple[FailureWatch, Known]:
-    """A rank 0 of two, whose process is not to end."""
+    """Return the watch of rank 0 of two, which are not connected, and its fake first cause."""
     watch, known = FailureWatch(), Known(cause)
     watch._mesh, watch._first = Mesh(2, 1, 0), known  # type: ignore[assignment]
     return watch, known
@@ -53,7 +53,7 @@ def watching(cause: Cause | None = None) -> tuple[FailureWatch, Known]:
 
 @pytest.fixture(autouse=True)
 def _no_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is that of the tests."""
+    """Replace the exit handlers of watches, since this process runs the tests."""
     monkeypatch.setattr(failure_watch, "AtExit", lambda action: None)
 
 
@@ -95,13 +95,13 @@ def test_a_teardown_has_to_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     for hurries, expected in ((False, []), (True, ["left"])):
         watch.set_deadline()
         if not hurries:
-            watch.cancel_deadline()  # the script has its error, and may take its time
+            watch.cancel_deadline()  # the script has received its error, and may take any time
         time.sleep(0.4)
         assert left == expected
 
 
 def test_children_outlive_no_rank_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning's observer reads the same list: what is in it no longer, it does not kill this rank for."""
+    """Lightning's observer reads this list, but does not kill this rank if a child fails that is no longer in it."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     children = [child]
     monkeypatch.setattr(failure_watch, "LEAVE_SECONDS", 0.3)
@@ -181,7 +181,7 @@ def values(outcomes: list[Outcome]) -> list[Any]:
 
 
 def test_a_killed_rank_ends_all_that_wait() -> None:
-    """Also where it served torch's store."""
+    """If rank 0, which serves torch's store, is killed, the waits of all other ranks end."""
     outcomes = run_ranks(watched.killed, RANKS, 0)
     assert outcomes.pop(0).error == "killed"
     for outcome in outcomes:

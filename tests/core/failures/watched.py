@@ -1,4 +1,4 @@
-"""Real processes that watch over each other, and are lost, or not."""
+"""Scenarios in which processes watch each other, and a rank is lost, fails or ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def begun(mesh: Mesh) -> FailureWatch:
 
 
 def wait_for_others(mesh: Mesh, watch: FailureWatch) -> None:
-    """A call in which a rank waits until it fails."""
+    """Wait for the other ranks in a collective, which fails if a rank is lost."""
     assert mesh.groups is not None
     with watch.collective():
         dist.barrier(group=mesh.groups.host)
@@ -43,7 +43,7 @@ def killed(mesh: Mesh, rank: int) -> None:
 
 
 def error_of_one(mesh: Mesh, rank: int, waits: bool) -> str:
-    """A rank fails, and its process lives on; the others wait for it, or compute and are told by the watch alone."""
+    """Fail on one rank, whose process lives on; return each rank's error. Others wait for it, or poll their watch."""
     watch = begun(mesh)
     dist.barrier()
     try:
@@ -62,24 +62,24 @@ def error_of_one(mesh: Mesh, rank: int, waits: bool) -> str:
 
 
 def ends_early(mesh: Mesh) -> str:
-    """Rank 0, which serves the store, ends well while the others still compute."""
+    """End rank 0, which serves the store, without an error while the others still compute."""
     watch = begun(mesh)
     dist.barrier()
     if mesh.rank == 0:
         os._exit(0)
-    time.sleep(2.5)  # of which a look at the store takes one
+    time.sleep(2.5)  # the watch reads the store once a second
     watch.check()
-    os._exit(7)  # past the barrier for which these scenarios wait
+    os._exit(7)  # skip the barrier after each scenario
 
 
 def again_and_again(mesh: Mesh) -> list[list[int]]:
-    """How many threads and open files there are after one run, and after many."""
+    """Return the numbers of threads and of open files after one watch has ended, and after 20 more."""
     counts = []
     for times in (1, 20):
         for _ in range(times):
             watch = begun(mesh)
             dist.barrier()
             watch.close()
-        time.sleep(1.0)  # a thread that was told to end is listed until it has
+        time.sleep(1.0)  # a stopped thread is listed until it has ended
         counts.append([len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")])
     return counts

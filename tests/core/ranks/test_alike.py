@@ -1,4 +1,4 @@
-"""What all ranks raise alike is shown in full by rank 0 alone, where a script ends with it."""
+"""If scripts end with an error that all ranks raise, only rank 0 shows it in full."""
 
 from __future__ import annotations
 

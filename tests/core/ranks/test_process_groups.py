@@ -1,4 +1,4 @@
-"""Groups: made in few calls, the right ones on every rank, also where the default group is bound to a device."""
+"""With NCCL and a default group bound to a device, few calls create the right groups on every rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHAPES = [(2, 1), (4, 1), (3, 2), (5, 3), (1, 4)]
 
 
 class Splitting:
-    """Stands for ``torch.distributed`` over NCCL, on one rank: a group is the list of its ranks."""
+    """Fake of ``torch.distributed`` with NCCL, on one rank; a group is the list of its ranks."""
 
     group = SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=0))
 

@@ -1,4 +1,4 @@
-"""One stage calls another: nobody else is taken for it, and the network is the one that gloo uses."""
+"""A listener accepts only the stage that it expects, and uses the same network interface as gloo."""
 
 from __future__ import annotations
 

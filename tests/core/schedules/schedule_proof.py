@@ -1,33 +1,33 @@
-"""Proves on paper that the action lists of a pipeline keep the rules, without running anything.
+"""Static proof that the action lists of a pipeline keep the rules; no pipeline runs.
 
-What waits for what: ``F k`` needs the activation of ``F k`` from the stage before; ``B k`` needs its gradient, from
-``B k`` of the stage after. ``U t`` needs ``B`` of the last microbatch of mini-batch t: on all stages, where they agree
-on an update before they apply it; else on its own stage, and on the first one that shares parameters with it. Then they
-agree later: before the first forward of a mini-batch on that about the mini-batch two before, or after a flush on that
-about the one before; and in a drain on all. Receives are posted in order, sends never block. Replicas do the same, so
-that what one may do in some order all may do in step. The rules, by the names that violations begin with:
+Dependencies: ``F k`` needs the activation from ``F k`` of the previous stage; ``B k`` needs its gradient, from ``B k``
+of the next stage. ``U t`` needs ``B`` of the last microbatch of mini-batch t: on all stages if they agree on an update
+before they apply it; otherwise on its own stage, and on the first stage that shares parameters with it. In this case
+stages agree later: before the first forward of a mini-batch, on the update of the mini-batch two before, or of the one
+before if that ended with a flush; and in a drain, on all updates. Receives are posted in order, and sends never block.
+All replicas have the same lists, so if one replica can run an order, all can run it in step. Each violation begins with
+the name of its rule:
 
-* ``order``: every microbatch goes forward once and backward once, after it; forwards, backwards and updates in order.
-* ``delay``: the weights that a microbatch is promised have been made when its forward comes: W_{max(t - delay, 0)}
-  for the first ``num_stale`` of mini-batch t, W_t for the others. (Update t makes W_{t+1}, so a gradient is ``delay``
-  updates old, or fresh.) After a synchronous start of N mini-batches on W_t it is W_{max(t - delay, N)}.
-* ``early``: an update comes right before the first forward that needs what it makes, drains apart. Before that nothing
-  is gained, and what its reduction and its agreement could hide behind is lost.
-* ``versions``: weights stay until their last backward; at any moment at most ``delay`` + 1 versions are needed.
-* ``gradient``: an update comes when the stage has the whole gradient.
+* ``order``: every microbatch has one forward and then one backward; forwards, backwards and updates are in order.
+* ``delay``: the weights promised to a microbatch exist before its forward: W_{max(t - delay, 0)} for the first
+  ``num_stale`` microbatches of mini-batch t, W_t for the others. (Update t makes W_{t+1}, so a gradient is ``delay``
+  updates old, or fresh.) After a synchronous start (N mini-batches on W_t), the former is W_{max(t - delay, N)}.
+* ``early``: except in drains, an update comes right before the first forward that needs its weights. An earlier update
+  gains nothing, and its reduction and its agreement overlap with less work.
+* ``versions``: weights are kept until their last backward, and at most ``delay`` + 1 versions are needed at a time.
+* ``gradient``: an update comes after the last backward of its mini-batch on the stage.
 * ``in flight``: at most ``depth`` + 1 microbatches are between their forward and their backward.
-* ``depth``: a backward has fewer forwards before it on the stage after, drains apart. With as many, neighbours are
-  locked in step: each waits while the other works.
-* ``room``: with replicas a forward comes between a complete gradient and its update, for the reduction to hide behind,
-  unless a stage has no more stale microbatches than are under way. Without it nothing would be wrong, only slow.
+* ``depth``: except in drains, fewer forwards come before a backward on the next stage than on this one. With equally
+  many, neighbours run in lockstep: each waits while the other works.
+* ``room``: with replicas, a forward comes between a complete gradient and its update, to overlap with the reduction,
+  unless a stage has no more stale microbatches than its depth. Without that forward, the run is correct, but slow.
 * ``deadlock``: the lists can be run to their end.
 
-Four mini-batches, after a synchronous start if there is one, tell about any number of them. What a rule looks at is
-what is in flight on a stage, and by how many updates it is behind; both are the same after mini-batch 1 as after 2 and
-after 3, so that 4, 5, ... are 3 again with other numbers, and the end of the run is a drain from that state. A drain
-leaves nothing in flight, and at the end of the next mini-batch the state is the usual one again: so drains up to the
-end of mini-batch 1 tell about those of any other. With accumulation, count the microbatches of all batches that share
-an update.
+Four mini-batches, after a synchronous start if there is one, prove the rules for any number. Rules depend on the
+microbatches in flight on a stage, and on the number of updates that it is behind. Both are the same after mini-batches
+1, 2 and 3, so mini-batches 4, 5, ... repeat 3 with other numbers, and the end of the run is a drain from that state. A
+drain leaves nothing in flight, and at the end of the next mini-batch the state is the usual one again, so drains up to
+the end of mini-batch 1 cover all others. With accumulation, count the microbatches of all batches that share an update.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ MINI_BATCHES = 4
 
 @dataclass(frozen=True)
 class StageList:
-    """What one stage does, and what it is held to.
+    """Actions of one stage, and the properties that they must have.
 
     Attributes:
-        actions: in order.
-        depth: microbatches by which its forwards may run ahead of its backwards.
-        delay: updates between the weights of a gradient and those that it is applied to.
-        synchronous_start: number of mini-batches at the beginning without delay; nobody steps ahead in it.
-        num_stale: how many microbatches of a mini-batch the delay is for; None: all.
-        agrees_first: whether all stages have agreed on an update before this one applies it, also without a flush.
-        shares_with: the first stage with a parameter of this one, whose gradient it needs, too.
-        drains: numbers of microbatches, counted over the run, after which the pipeline is drained; and at the end.
+        actions: actions in order.
+        depth: number of microbatches by which forwards may run ahead of backwards.
+        delay: number of updates between the weights of a gradient and the weights to which it is applied.
+        synchronous_start: number of initial mini-batches without delay, in which no stage steps ahead.
+        num_stale: number of delayed microbatches per mini-batch; None: all.
+        agrees_first: whether all stages agree on an update before this stage applies it, even without a flush.
+        shares_with: first stage that shares a parameter with this one; updates here also need its gradient.
+        drains: counts of microbatches from the start of the run, after which the pipeline is drained, as at the end.
     """
 
     actions: Sequence[Action]
@@ -74,21 +74,21 @@ class StageList:
         return cls(actions, schedule.depth, rule.delay, rule.synchronous_start, rule.num_stale, agrees, shares, drains)
 
     def version(self, mini_batch: int, place: int) -> int:
-        """Weights that a microbatch is promised, written down apart from the schedule's own rule."""
+        """Return the version of the weights promised to a microbatch, independently of the schedule's own rule."""
         if mini_batch < self.synchronous_start or (self.num_stale is not None and place >= self.num_stale):
             return mini_batch
         return max(mini_batch - self.delay, self.synchronous_start)
 
     def flushes(self, mini_batch: int) -> bool:
-        """Whether all stages flush after a mini-batch."""
+        """Return whether all stages flush after a mini-batch."""
         return self.delay == 0 or mini_batch < self.synchronous_start
 
     def agrees_before(self, update: int) -> bool:
-        """Whether all stages have agreed on an update before this one applies it."""
+        """Return whether all stages agree on an update before this stage applies it."""
         return self.agrees_first or self.flushes(update)
 
     def agreed_before(self, k: int, microbatches: int) -> int:
-        """Number of mini-batches that all stages must have agreed on before a forward."""
+        """Return the number of mini-batches on whose updates all stages must have agreed before a forward."""
         t, place = divmod(k, microbatches)
         if k in self.drains:
             return t
@@ -98,16 +98,16 @@ class StageList:
 def check(
     schedules: Sequence[Schedule], microbatches: int, num_replicas: int = 1, drains: Collection[int] = ()
 ) -> list[str]:
-    """Check the lists that schedules make, of four mini-batches after a synchronous start: see above.
+    """Check the lists that schedules make, with four mini-batches after a synchronous start; see the module docstring.
 
     Args:
-        schedules: of each stage, the first stage first.
-        microbatches: per update.
-        num_replicas: of the pipeline; several need room for their reduction.
-        drains: numbers of microbatches, counted over the run, after which the pipeline is drained.
+        schedules: schedule of each stage, in order.
+        microbatches: number of microbatches per update.
+        num_replicas: number of replicas; with several, lists need room for the reduction.
+        drains: counts of microbatches from the start of the run, after which the pipeline is drained.
 
     Returns:
-        Violations in words; none if the schedules are right.
+        Messages of the violations; empty if there are none.
     """
     count = MINI_BATCHES + max(schedule.stage_rule.synchronous_start for schedule in schedules)
     lists = [StageList.of(schedule, microbatches, drains, count) for schedule in schedules]
@@ -116,7 +116,7 @@ def check(
 
 
 def _other_version(schedule: Schedule, stage: StageList, microbatches: int, mini_batches: int) -> str:
-    """The first microbatch for which a rule names other weights than are promised; empty if there is none."""
+    """Return a message on the first microbatch whose rule names other weights than promised; empty if there is none."""
     for t in range(mini_batches):
         for place in range(microbatches):
             promised, named = stage.version(t, place), schedule.stage_rule.version(t, place)
@@ -127,7 +127,7 @@ def _other_version(schedule: Schedule, stage: StageList, microbatches: int, mini
 
 
 def check_lists(stages: Sequence[StageList], microbatches: int, num_replicas: int = 1) -> list[str]:
-    """Check lists of actions, the first stage first; arguments and result as for :func:`check`."""
+    """Check the lists of all stages, in order; arguments and result are those of :func:`check`."""
     readings = [_Reading(stage, microbatches) for stage in stages]
     found = [f"{rule}: stage {s}: {what}" for s, r in enumerate(readings) for rule, what in r.violations.items()]
     for stage, (before, after) in enumerate(pairwise(readings)):
@@ -142,23 +142,23 @@ def check_lists(stages: Sequence[StageList], microbatches: int, num_replicas: in
 
 @dataclass(eq=False)
 class _Reading:
-    """A stage's list, read from left to right."""
+    """Check of a stage's list, from its first action to its last."""
 
     stage: StageList
     microbatches: int
     forwards: int = 0
     updates: int = 0
     violations: dict[str, str] = field(default_factory=dict)  # rule -> the first violation
-    forwards_before: list[int] = field(default_factory=list)  # the backward of each microbatch
-    drained: set[int] = field(default_factory=set)  # numbers of forwards after which nothing is left in flight
-    hurried: list[str] = field(default_factory=list)  # updates before which there is no room for a reduction
+    forwards_before: list[int] = field(default_factory=list)  # number of forwards before each backward
+    drained: set[int] = field(default_factory=set)  # counts of forwards at which nothing was in flight
+    hurried: list[str] = field(default_factory=list)  # messages on updates without room for a reduction
 
     def __post_init__(self) -> None:
         read = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.UPDATE: self._update}
         self._all_forwards = sum(action.kind is Kind.FORWARD for action in self.stage.actions)
         for action in self.stage.actions:
             read[action.kind](action.index)
-            # Microbatches are finished in order: the oldest weights needed are those of the next backward.
+            # Backwards are in order, so the oldest weights needed are those of the next backward.
             oldest = self._version(self._backwards)
             if self.updates - oldest > (0 if self.stage.num_stale == 0 else self.stage.delay):
                 self._note("versions", f"after {action} the versions W_{oldest} to W_{self.updates} are needed at once")
@@ -168,7 +168,7 @@ class _Reading:
 
     @property
     def promises_room(self) -> bool:
-        """Whether there is to be a forward between a complete gradient and its update."""
+        """Whether a forward must come between a complete gradient and its update."""
         num_stale = self.stage.num_stale
         return self.stage.delay > 0 and (num_stale is None or min(num_stale, self.microbatches) > self.stage.depth)
 
@@ -196,7 +196,7 @@ class _Reading:
             self.drained.add(self.forwards)
 
     def _update(self, t: int) -> None:
-        last = (t + 1) * self.microbatches - 1  # backward of the mini-batch
+        last = (t + 1) * self.microbatches - 1  # last microbatch of the mini-batch
         if t != self.updates:
             self._note("order", f"U{t} where U{self.updates} is due")
         if last >= self._backwards:
@@ -217,7 +217,7 @@ class _Reading:
 
 
 def _deadlock(stages: Sequence[StageList], microbatches: int) -> list[str]:
-    """Run the lists, every stage as far as it gets, until none gets further."""
+    """Run every stage's list as far as possible until no stage can go on; return a message if actions are left."""
     todo = [list(stage.actions)[::-1] for stage in stages]
     forwards, backwards = ([0] * len(stages) for _ in range(2))
 

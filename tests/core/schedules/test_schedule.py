@@ -1,4 +1,4 @@
-"""The schedules as lists; what all of them have in common is proved in test_schedule_proof.py."""
+"""Schedules give the expected lists of actions; test_schedule_proof.py proves the rules that all lists keep."""
 
 from __future__ import annotations
 

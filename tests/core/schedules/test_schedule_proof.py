@@ -1,4 +1,4 @@
-"""The rules of the schedule on the lists of every shape; and lists that break a rule are caught by its name."""
+"""Schedules of every shape keep the rules, and a list that breaks a rule is reported by the rule's name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_asyncpp.core.settings import PipelineSettings
 from tests.core.schedules.schedule_proof import MINI_BATCHES, StageList, check, check_lists
 
 Lists = list[StageList]
-# Uniform staleness, a flush after every mini-batch, or the least staleness with that slack.
+# Uniform staleness, a flush after every mini-batch, or least staleness with the given slack.
 Rule = Literal["uniform", "flush", 0, 1, 2, "exact"]
 SLACKS: tuple[Rule, ...] = (0, 1, 2, "exact")
 RULES: tuple[Rule, ...] = ("uniform", "flush", *SLACKS)
@@ -25,7 +25,7 @@ UNIFORM = StalenessRule()
 
 @dataclass(frozen=True)
 class OfDepth(Schedule):
-    """A schedule of any depth and rule, wherever its stage is."""
+    """Schedule with a given depth and rule, which do not depend on the stage."""
 
     depth: int = 0
     stage_rule: StalenessRule = UNIFORM
@@ -37,7 +37,7 @@ class OfDepth(Schedule):
 
 
 def pipeline(num_stages: int, lookahead: int, rule: Rule = "uniform", start: int | None = None) -> list[Schedule]:
-    """As settings resolve it: a stage that steps ahead needs the norm of a mini-batch without delay."""
+    """Return the schedules that settings give; stages that step ahead need the norm of one mini-batch without delay."""
     steps_ahead = isinstance(rule, int)
     stage_rule = StalenessRule(int(rule != "flush"), int(steps_ahead) if start is None else start)
     if rule in ("uniform", "flush"):
@@ -58,9 +58,9 @@ def rules(violations: list[str]) -> set[str]:
 
 
 def admitted(rule: Rule, num_stages: int, microbatches: int, num_replicas: int = 1) -> Iterable[int]:
-    """Lookaheads that the settings admit: of uniform staleness all up to 3 P, otherwise the extremes.
+    """Return lookaheads that the settings admit: all up to 3 P with uniform staleness, otherwise a few.
 
-    Those are the smallest, the largest, and that with which every hop has one microbatch to hide behind.
+    These are among 0, the largest, and P - 1, with which every hop has one microbatch to hide its latency.
     """
     if rule == "flush":
         return {0, num_stages - 1}
@@ -97,7 +97,7 @@ def test_the_settings_make_these_schedules(rule: Rule) -> None:
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_what_is_refused_breaks_a_rule_on_the_first_stage_alone(num_replicas: int) -> None:
-    """Beyond the largest lookahead, with one exception, which is refused although no rule forbids it: m = P - 1."""
+    """Only m = P - 1 microbatches without lookahead, on one replica, are refused although they break no rule."""
     spared = []
     for count, num_stages in itertools.product(range(1, 22), range(2, 12)):
         refused = largest_lookahead(num_stages, count, num_replicas) + 1 if count >= num_stages else 0
@@ -115,7 +115,7 @@ def test_what_is_refused_breaks_a_rule_on_the_first_stage_alone(num_replicas: in
 
 @pytest.mark.parametrize("drained", [0, 5])
 def test_the_state_of_a_stage_repeats(drained: int) -> None:
-    """Why four mini-batches tell about any number of them: each mini-batch is the one before with other numbers."""
+    """Each mini-batch repeats the one before with other indices, so four of them prove the rules for any number."""
     for count in range(5, 30, 3):
         for ahead in range(count + 1):
             for num_stale in {None, ahead, ahead + 2}:
@@ -126,7 +126,7 @@ def test_the_state_of_a_stage_repeats(drained: int) -> None:
 
 
 def mini_batches_of(actions: list[Action], microbatches: int) -> list[list[tuple[Kind, int]]]:
-    """Actions from the first forward of each mini-batch on, counted from that mini-batch."""
+    """Return actions divided at the first forward of each mini-batch, with indices relative to that mini-batch."""
     batches: list[list[tuple[Kind, int]]] = []
     for action in actions:
         if action.kind is Kind.FORWARD and action.index % microbatches == 0:
@@ -148,7 +148,7 @@ def test_any_drains_keep_the_rules(data: st.DataObject) -> None:
 
 
 def forwards_before_updates(actions: Sequence[Action], microbatches: int) -> list[int]:
-    """How many forwards come between the last backward of each mini-batch and its update, but for the last one."""
+    """Return the number of forwards between the last backward and the update of each mini-batch except the last."""
     at = {str(action): place for place, action in enumerate(actions)}
     spans = [(at[f"B{(t + 1) * microbatches - 1}"], at[f"U{t}"]) for t in range(MINI_BATCHES - 1)]
     return [sum(action.kind is Kind.FORWARD for action in actions[begin:end]) for begin, end in spans]
@@ -175,7 +175,7 @@ def test_holding_back_fewer_than_are_under_way_is_caught_on_any_stage() -> None:
 
 
 def ancestors(num_stages: int, lookahead: int, actions: Sequence[Sequence[Action]]) -> dict[tuple[int, str], set]:
-    """What must be done before each action, whatever it lasts: what the stage does before, and messages."""
+    """Return all actions that precede each action, for any durations: earlier on its stage, or linked by messages."""
     before: dict[tuple[int, str], set] = {}
     todo = [list(stage)[::-1] for stage in actions]
     latest: list[tuple[int, str] | None] = [None] * num_stages
@@ -197,8 +197,8 @@ def ancestors(num_stages: int, lookahead: int, actions: Sequence[Sequence[Action
 def test_the_exact_slack_is_the_smallest_with_which_no_stage_waits_for_the_agreement(
     num_stages: int, lookahead: int
 ) -> None:
-    """Whatever actions last, if an update before forward number h adds no wait: that forward comes after the last
-    backwards of all stages anyway. Fewer, and there are durations with which some stage waits."""
+    """An update before forward number h adds no wait, for any durations, if that forward comes after the last backwards
+    of all stages anyway. With a smaller h, some stage waits for certain durations."""
     most = depth(0, num_stages, lookahead)
     count = most + 2
     schedules = pipeline(num_stages, lookahead, "exact")
@@ -217,7 +217,7 @@ Edit = Callable[[list[str]], list[str]]
 
 
 def edited(stages: Lists, stage: int, edit: Edit) -> Lists:
-    """Lists of which one is changed, as words."""
+    """Return the lists after an edit of one stage's list as words, such as ``F9``."""
     words = edit([str(action) for action in stages[stage].actions])
     actions = [Action(Kind(word[0]), int(word[1:])) for word in words]
     return [*stages[:stage], replace(stages[stage], actions=actions), *stages[stage + 1 :]]
@@ -228,7 +228,7 @@ def swapped(one: str, other: str) -> Edit:
 
 
 def moved(*words_before: str) -> Edit:
-    """Each first word of a pair moved before the second."""
+    """Return an edit that moves the first word of each pair before the second."""
 
     def edit(words: list[str]) -> list[str]:
         for word, before in zip(words_before[::2], words_before[1::2]):
@@ -243,9 +243,9 @@ def without(word: str) -> Edit:
     return lambda words: [other for other in words if other != word]
 
 
-# Four stages, eight microbatches. With uniform staleness their depths are 4, 3, 2, 0; stage 1 runs in mini-batch 1
-# F8 B5 F9 B6 ... F15 B12 U0 F16 B13. With the least they are 4, 3, 1, 0; with a slack of 1, 5, 4, 2, 1 are stale:
-# stage 1 runs ... F10 B7 F11 B8 U0 F12 B9 ...; with "exact" 4 are stale on all.
+# Four stages, eight microbatches. With uniform staleness the depths are 4, 3, 2, 0, and from mini-batch 1 on, stage 1
+# runs F8 B5 F9 B6 ... F15 B12 U0 F16 B13. With least staleness the depths are 4, 3, 1, 0. With a slack of 1, the stages
+# have 5, 4, 2, 1 stale microbatches, and stage 1 runs ... F10 B7 F11 B8 U0 F12 B9 ...; with "exact", each stage has 4.
 MUTATIONS: list[tuple[str, Rule, int, Edit, set[str]]] = [
     ("two forwards swapped", "uniform", 1, swapped("F9", "F10"), {"order"}),
     ("backward before its forward", "uniform", 3, swapped("F9", "B9"), {"order"}),
@@ -272,7 +272,7 @@ def test_a_changed_list_is_caught_by_the_name_of_the_rule(
 
 
 def named(version: Callable[[StalenessRule, int, int], int]) -> type[StalenessRule]:
-    """A rule that names other versions."""
+    """Return a class of rules whose versions are those that a function returns."""
 
     class Other(StalenessRule):
         def version(self, mini_batch: int, place: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""Buckets of gradients, and their sums over replicas while the backward runs: here the other replica is a stand-in."""
+"""Buckets of gradients are summed over replicas while the backward runs; the other replica is a fake here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Future:
 
 
 class Work:
-    """An all-reduce with a replica that has the same gradients; it ends when it is told to, or waited for."""
+    """Fake all-reduce with a replica that has the same gradients; it ends with :meth:`end` or :meth:`wait`."""
 
     def __init__(self, flat: Tensor) -> None:
         self.flat, self.over, self.future = flat, False, Future()
@@ -46,7 +46,7 @@ class Work:
 
 @pytest.fixture
 def works(monkeypatch: pytest.MonkeyPatch) -> list[Work]:
-    """Every all-reduce that was started, in order."""
+    """Replace all-reduces by fakes, and return the list of those started, in order."""
     started: list[Work] = []
 
     def all_reduce(flat: Tensor, **_: Any) -> Work:
@@ -86,12 +86,12 @@ def test_buckets_give_back_what_was_packed() -> None:
 
 
 def test_late_gradients_are_in_the_last_buckets() -> None:
-    """Buckets leave in their order, so that the others need not wait for the end of the backward."""
+    """Buckets are sent in order, so the other buckets need not wait for the end of the backward."""
     assert [bucket.names for bucket in plan_buckets(leaves(), 1, complete_late=["w2"])] == [["w1"], ["w0"], ["w2"]]
 
 
 def test_buckets_leave_while_the_backward_runs(works: list[Work]) -> None:
-    """The last layer's gradient is complete first, and on its way before the backward of the first layer begins."""
+    """The last layer's gradient is complete first, and is sent before the backward of the first layer begins."""
     parameters, sent = leaves(), []
     reduction = Reduction(one_each(parameters), GROUP)
     x = torch.ones(4, requires_grad=True)
@@ -127,7 +127,7 @@ def test_nothing_is_waited_for_until_it_is_needed(works: list[Work]) -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_gradient_that_grows_after_it_left_is_refused(works: list[Work], reentrant: bool) -> None:
-    """Re-entrant checkpoints run backwards inside the backward, each of which completes the weights that they share."""
+    """Re-entrant checkpoints run backwards inside the backward, and each of them completes the shared weights."""
     parameters = leaves(1)
     reduction = Reduction(one_each(parameters), GROUP)
     x = torch.ones(4, requires_grad=True)
@@ -144,7 +144,7 @@ def test_a_gradient_that_grows_after_it_left_is_refused(works: list[Work], reent
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_aligned_as_torch_aligns_tensors(dtype: torch.dtype) -> None:
-    """Wherever they are in a bucket: rounding of matrix products depends on it."""
+    """Alignment does not depend on the place in a bucket, since rounding of matrix products depends on alignment."""
     like = {str(size): torch.full((size,), float(size), dtype=dtype) for size in (3, 64, 1, 17)}
     views, flags = Bucket(list(like), like).views(Bucket(list(like), like).pack({**like, "1": None}))
     assert flags.tolist() == [1, 1, 0, 1]

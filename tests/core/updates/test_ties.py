@@ -1,4 +1,4 @@
-"""Weights that two stages share: found before the cut, initialised alike, kept once, refused where they would drift."""
+"""Weights that stages share are found before the cut, initialised alike and saved once; unequal copies are refused."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_both_copies_begin_as_the_whole_models_matrix(num_stages: int) -> None:
 
 
 def test_mini_batches_in_flight_have_different_tags() -> None:
-    """The same on all stages: messages from a GPU may overtake each other."""
+    """Messages from a GPU may overtake each other, so mini-batches have different tags, the same on all stages."""
     whole = [TIE, Tie((1, 2), ("third", "fourth"))]
     tags = [tag for mini_batch in range(4) for tag in tags_of(whole, whole, mini_batch)]
     assert len(set(tags)) == len(tags)
@@ -89,7 +89,7 @@ def sharing(first_too: bool) -> Case:
 
 
 def trained_with_late_sums(mesh: Mesh, first_too: bool) -> dict[str, Any]:
-    """The sums of stages behind are never seen to arrive: a large matrix over a slow network."""
+    """Train while the sums of later stages never seem to have arrived, as with a large matrix over a slow network."""
     TiedGradients.have_arrived = lambda self: False  # type: ignore[method-assign]
     result = run_case(sharing(first_too), mesh)
     as_arrays = {kind: {name: p.numpy() for name, p in result[kind].items()} for kind in ("weights", "copies")}
@@ -98,7 +98,7 @@ def trained_with_late_sums(mesh: Mesh, first_too: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("first_too", [False, True])
 def test_a_stage_in_the_middle_waits_for_what_it_shares(first_too: bool) -> None:
-    """Who puts off its control message while the stage before waits for it waits for activations that never come."""
+    """If it put off its control message, for which the previous stage waits, it would wait for activations forever."""
     outcomes = run_ranks(trained_with_late_sums, 3, first_too, timeout=20.0)
     assert [outcome.error for outcome in outcomes] == [""] * 3
     assert_same_weights([outcome.value for outcome in outcomes], run_oracle(sharing(first_too))[0])

@@ -1,4 +1,4 @@
-"""From gradients to the one control message."""
+"""Mini-batches compute norms for clipping, and pass on shared gradients in order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_asyncpp.core.updates.update_queue import UpdateQueue
 def launched(
     gradients: dict[str, Any], stop: StopFlags | None = None, index: int = 0, tied: TiedGradients | None = None
 ) -> MiniBatch:
-    """A mini-batch of one process with this gradient."""
+    """Return a launched mini-batch of a single process with these gradients."""
     mini_batch = MiniBatch(Mesh(1, 1, 0), index, index, end=index + 1, weight=2.0, tied=tied)
     mini_batch.launch(gradients, torch.zeros(0), stop or StopFlags(), {})
     return mini_batch
@@ -43,7 +43,7 @@ def test_norms_are_summed_in_double_precision() -> None:
     ("before", "own", "expected"), [(0.5, 2.0, 0.5), (4.0, 2.0, 0.25), (0.5, 0.1, 1.0), (4.0, math.nan, 0.25)]
 )
 def test_a_gradient_that_has_suddenly_grown_is_clipped_ahead_too(before: float, own: float, expected: float) -> None:
-    for norm in (own, torch.tensor(own, dtype=torch.float64)):  # as on a GPU
+    for norm in (own, torch.tensor(own, dtype=torch.float64)):  # a number, or a tensor as on a GPU
         parameter = torch.ones(3, requires_grad=True)
         parameter.grad = torch.ones(3)
         clip_by_norm([parameter], larger(before, norm), 1.0)
@@ -63,7 +63,7 @@ def test_a_norm_on_a_device_clips_as_one_on_the_host(dtype: torch.dtype, shape: 
 
 
 class ArrivesLate:
-    """The shared gradients of a mini-batch: all that is not seen to arrive at the first look arrives after it."""
+    """Fake of a mini-batch's shared gradients, which arrive after ``looks`` calls of :meth:`have_arrived`."""
 
     counted_by_others = names = frozenset[str]()
 
@@ -79,7 +79,7 @@ class ArrivesLate:
 
 
 def test_mini_batches_pass_on_in_order() -> None:
-    """What arrives between a look at one mini-batch and at the next one must not let the second go first."""
+    """If gradients arrive between the checks of two mini-batches, the second must not pass on its gradients first."""
     passed_on: list[str] = []
     queue = object.__new__(UpdateQueue)
     queue.pending, queue._sending, queue._dropped, queue._next_backward = deque(), deque(), deque(), 2

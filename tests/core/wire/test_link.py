@@ -1,7 +1,4 @@
-"""Links: every byte arrives once and in order, nobody waits for a reader without need, and a lost peer is noticed.
-
-Stages find each other: over real process groups, twice in a row.
-"""
+"""Every byte arrives once and in order, a write does not wait for the reader, and a lost peer is noticed."""
 
 from __future__ import annotations
 
@@ -16,12 +13,12 @@ import pytest
 from lightning_asyncpp.core.wire.link import Link
 from lightning_asyncpp.errors import PeerLostError
 
-LARGE = 8 * 2**20  # more than both sockets hold
+LARGE = 8 * 2**20  # more than the buffers of both sockets hold
 
 
 @pytest.fixture
 def ends() -> Iterator[tuple[Link, Link]]:
-    """Both ends of a connection."""
+    """Yield the two ends of a connection."""
     server = socket.create_server(("127.0.0.1", 0))
     here = socket.create_connection(server.getsockname())
     there, _ = server.accept()
@@ -59,7 +56,7 @@ def test_messages_of_any_size_arrive_whole_and_in_order(ends: tuple[Link, Link])
 
 
 def test_what_is_unsent_goes_on_while_the_writer_does_something_else(ends: tuple[Link, Link]) -> None:
-    """A stage that waits for a collective must not hold back what another one needs to join it."""
+    """A stage that waits in a collective must not hold back messages that another stage needs to join it."""
     for number in range(3):
         ends[0].write(1, number, [bytes([number]) * LARGE])
     received = [read(ends[1]) for _ in range(3)]  # the writer makes no call meanwhile

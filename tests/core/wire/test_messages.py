@@ -1,4 +1,4 @@
-"""Messages between neighbours: what is sent arrives as it was, in order; what does not fit is refused."""
+"""Messages between neighbours arrive unchanged and in order; messages and outputs that do not fit are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def chain(stages: int) -> list[Transport]:
-    """The transports of all stages of a pipeline, in this process."""
+    """Return the transports of all stages of a pipeline in this process."""
     sockets = [socket.socketpair() for _ in range(stages - 1)]
     mesh = Mesh(stages, 1, 0)
     names = [mesh.name_of(mesh.rank_of(stage)) for stage in range(stages)]
@@ -48,7 +48,7 @@ def send(transport: Transport, k: int, *tensors: Tensor) -> None:
     transport.send_activation(header_of(k, tensors), tensors)
 
 
-LAYOUTS: dict[str, tuple[Tensor, tuple[int, ...]]] = {  # and the strides that arrive: gaps are left out
+LAYOUTS: dict[str, tuple[Tensor, tuple[int, ...]]] = {  # a tensor, and its strides on arrival, without gaps
     "transposed": (torch.randn(4, 6).t(), (1, 6)),
     "channels last": (torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), (60, 1, 15, 3)),
     "eight dimensions": (torch.randn(2, 1, 3, 1, 2, 1, 3, 2).permute(*range(7, -1, -1)), (1, 2, 6, 6, 12, 12, 36, 36)),
@@ -59,7 +59,7 @@ LAYOUTS: dict[str, tuple[Tensor, tuple[int, ...]]] = {  # and the strides that a
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_tensors_and_gradients_lie_in_memory_as_they_would_without_a_cut(name: str) -> None:
-    """Products are rounded otherwise, and convolutions slower, where their input lies otherwise."""
+    """With another memory layout, matrix products would round differently, and convolutions would be slower."""
     tensor, strides = LAYOUTS[name]
     first, last = chain(2)
     sent = tensor.detach().requires_grad_()
@@ -78,7 +78,7 @@ def test_tensors_and_gradients_lie_in_memory_as_they_would_without_a_cut(name: s
 
 
 def test_sums_pass_through_every_stage_between_other_messages() -> None:
-    """Parts come behind gradients, totals in front of activations; nobody waits for what it has met already."""
+    """Partial sums follow gradients, totals precede activations, and sums that are read early are kept."""
     first, middle, last = chain(3)
     vector = torch.tensor([1.0, 2.0], dtype=torch.float64)
     output = (torch.zeros(2, requires_grad=True),)
@@ -89,7 +89,7 @@ def test_sums_pass_through_every_stage_between_other_messages() -> None:
     total = first.receive_partial_sum(0) + vector
     first.send_total(0, total)
     send(first, 1, torch.ones(1))
-    send(middle, 1, middle.receive_activation(1).tensors[0])  # it meets the total on the way
+    send(middle, 1, middle.receive_activation(1).tensors[0])  # reads the total first, and passes it on
     assert torch.equal(middle.receive_total(0), 3 * vector)
     assert torch.equal(last.receive_total(0), 3 * vector)
     assert torch.equal(last.receive_activation(1).tensors[0], torch.ones(1))
@@ -98,7 +98,7 @@ def test_sums_pass_through_every_stage_between_other_messages() -> None:
 def test_ends_are_found_behind_activations_and_between_sums() -> None:
     first, middle, last = chain(3)
     vector = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    for transport in (first, middle, last):  # before anything was run
+    for transport in (first, middle, last):  # before any batch has run
         transport.announce_end()
         transport.expect_end()
     send(first, 6, torch.ones(1))
@@ -134,7 +134,7 @@ def wrong_call() -> None:
 
 
 def part_for_a_total() -> None:
-    """It belongs behind gradients, a total in front of activations: it would be summed up twice."""
+    """Send a partial sum, which belongs after gradients, where a total belongs; as a total, it would count twice."""
     first, last = chain(2)
     link = first._next
     assert link is not None
@@ -152,12 +152,12 @@ def part_for_a_total() -> None:
     ],
 )
 def test_what_does_not_fit_ends_the_run(mistake: Callable[[], None], message: str) -> None:
-    """It is never taken for something else."""
+    """A message that does not fit is never taken for another one."""
     with pytest.raises(ProtocolError, match=message):
         mistake()
 
 
-# -- what arrives in a graph ----------------------------------------------------------------------------------------
+# -- autograd graphs of received tensors ------------------------------------------------------------------------------
 
 
 def add_in_place(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Whole batches on two weight versions train as the pipeline's engine does."""
+"""Training with whole batches on two weight versions equals training with the pipeline's engine."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_the_delay_begins_and_ends_like_a_resumed_training(
 
 def test_the_previous_norm_clips_from_the_second_update_on() -> None:
     results = []
-    for norm in ("schedule", "previous", "larger"):  # on one stage the larger one is hardly less than its own
+    for norm in ("schedule", "previous", "larger"):  # on one stage, "larger" is at least the own norm
         L.seed_everything(1)
         module = DelayedGPTModule({"delay": 0}, norm=norm, config=MODEL, optimizer=OPTIMIZERS["AdamW"])  # type: ignore[arg-type]
         results.append(train(module, updates=3)[0])

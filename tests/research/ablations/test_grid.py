@@ -1,4 +1,4 @@
-"""Which trainings a grid needs, what its tables say of made-up losses, and predictions from made-up gaps."""
+"""Grids plan the trainings that they need; tables and predictions are right for made-up losses and gaps."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_gaps_and_shares_are_paired_by_seed() -> None:
 
 
 def drawn(seed: int, *lengths: int) -> Gaps:
-    """Gaps that fall with the length, and noise."""
+    """Return gaps that fall with the length, with noise."""
     source = random.Random(seed)
     return {t: [0.05 * 600 / t + source.gauss(0.0, 0.02) for _ in range(3)] for t in lengths}
 
@@ -133,7 +133,7 @@ def test_distances_are_to_the_best_of_a_family_with_one_interval() -> None:
 
 def test_updates_to_a_loss_are_read_from_the_curve_without_delay() -> None:
     syncs = [run(1.0, seed, delay="0") for seed in (1, 2)]
-    late = [run(1.5, 1), run(0.9, 2)]  # halfway from 300 to 600 updates, and a tenth of that beyond
+    late = [run(1.5, 1), run(0.9, 2)]  # equal at 450, halfway from 300 to 600, and at 630, a tenth of that beyond 600
     values = [(sync.cell, step, value) for sync in syncs for step, value in ((200, 3.0), (300, 2.0), (600, 1.0))]
     values += [(one.cell, 600, one.loss) for one in late]
     curves = pd.DataFrame([(cell, step, "val_loss", value) for cell, step, value in values],

@@ -1,4 +1,4 @@
-"""What is published: its tables follow from its CSV files, the recipes find it, predictions from it are repeated."""
+"""Published tables and predictions follow from the published CSV files, which the recipes find."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLACES = ROOT / "docs" / "evidence", ROOT / "research" / "two_bw"
 EVIDENCE = sorted(found.parent for place in PLACES for found in place.glob(f"*/{RESULTS}"))
 RECIPES = sorted((ROOT / "research").glob("*/*.yaml"))
 INCOMPLETE = ("large", "sizes", "lengths", "phases")
-read_runs, read_curves = cache(results.read_runs), cache(results.read_curves)  # of several tests
+read_runs, read_curves = cache(results.read_runs), cache(results.read_curves)  # shared by several tests
 by_name = pytest.mark.parametrize("folder", EVIDENCE, ids=lambda path: path.name)
 
 
@@ -60,7 +60,7 @@ def test_tables_in_the_notes_follow_from_the_csv_files(name: str, tables: int) -
 def test_recipes_find_what_is_published(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("research.ablations.table.read_runs", lambda folder: read_runs(folder.resolve()))
     monkeypatch.setattr("research.ablations.table.read_curves", lambda _: pd.DataFrame())
-    monkeypatch.setattr(Table, "cell", lambda *_: tmp_path / "none_was_trained_here")  # found by a costly digest
+    monkeypatch.setattr(Table, "cell", lambda *_: tmp_path / "none_was_trained_here")  # saves a costly digest
     recipe = Recipe.read(path)
     assert recipe.name == path.stem
     table = Table(recipe, tmp_path)
@@ -74,7 +74,7 @@ def test_recipes_find_what_is_published(path: Path, tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("base", ["small", "packages"])
 def test_models_are_cut_into_four_stages_as_for_the_published_results(base: str) -> None:
-    """A new run on another cut would not compare with them."""
+    """New runs with another cut could not be compared with the published results."""
     config = yaml.safe_load((ROOT / "research" / "ablations" / "base" / f"{base}.yaml").read_text())
     with torch.device("meta"):
         model = GPT(GPTConfig(**config["model"]["init_args"]["config"]))

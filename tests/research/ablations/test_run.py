@@ -1,4 +1,4 @@
-"""A small grid run as its command runs it: interrupted, gone on with, reported."""
+"""The command runs a small grid, resumes it after an interruption, and reports the results."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def results(folder: Path) -> list[dict[str, str]]:
 
 
 class HereSlot:
-    """A slot that trains in this process; the second training is interrupted."""
+    """Slot that trains in this process; its second training is interrupted."""
 
     started: ClassVar[list[Path]] = []
 

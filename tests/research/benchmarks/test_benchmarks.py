@@ -1,4 +1,4 @@
-"""Tiny runs of every benchmark: the figures make sense, not how fast anything is."""
+"""Tiny runs of every benchmark give plausible figures; speed is not tested."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TINY = ["--stages", "2", "--mini-batches", "2", "--warm-up", "2", "--repeats", "
 
 
 def run_command(arguments: list[str], folder: Path) -> str:
-    """What ``python -m research.benchmarks ...`` prints, run in a process of the fork server."""
+    """Run ``python -m research.benchmarks ...`` in a process of the fork server, and return its output."""
     command = ["-m", "research.benchmarks", *arguments]
     done = forked.run(command, folder, 200, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr[-3000:]
@@ -97,7 +97,7 @@ def test_a_link_between_two_hosts_has_its_latency(tmp_path: Path) -> None:
          "--microbatches", "2", "--systems", "1f1b"], tmp_path,
     )  # fmt: skip
     milliseconds = float(printed.split("| 1f1b | ")[1].split()[0])
-    assert milliseconds > 40  # there and back
+    assert milliseconds > 40  # the latency counts in both directions
 
 
 def test_optimizer_compares_steps(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_optimizer_compares_steps(tmp_path: Path) -> None:
     systems = ["--systems", "ours", "torch-fused", "--repeats", "2", "--threads", "1", "--vocab", "20"]
     printed = run_command(["optimizer", *sizes, *systems], tmp_path)
     rows = {row.split(" | ")[0].strip("| "): row for row in printed.splitlines() if row.startswith("|")}
-    assert float(rows["ours"].split("|")[4]) < 0.02  # what bfloat16 leaves of sums in another order
+    assert float(rows["ours"].split("|")[4]) < 0.02  # rounding errors of bfloat16 sums in another order
     assert "Error Feedback adds" in printed
 
 
@@ -113,7 +113,7 @@ def test_error_feedback_is_timed_at_work() -> None:
     layer = nn.Linear(3, 2, bias=False)
     step = optimizer.feedback_alone(layer)
     step()
-    moved = layer.weight.detach().add_(1.0).clone()  # as by the optimizer that it corrects
+    moved = layer.weight.detach().add_(1.0).clone()  # as the corrected optimizer would
     step()
     torch.testing.assert_close(layer.weight.detach(), moved + 1.0)
 

@@ -16,7 +16,7 @@ def feedback(base: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Case:
-    """A GPT, an optimizer and a pipeline."""
+    """Training of a GPT with an optimizer in a pipeline."""
 
     stages: int
     config: dict[str, Any]
@@ -53,7 +53,7 @@ class Case:
 
 
 GPT: dict[str, Any] = {"vocab_size": 512, "context_length": 128, "num_layers": 6, "dim": 256, "num_heads": 4}
-WIDE = {**GPT, "dim": 384}  # weights count more than activations
+WIDE = {**GPT, "dim": 384}  # larger weights, compared with the activations
 
 CASES = {
     "muon-feedback": Case(2, {**GPT, "dim": 384, "num_kv_heads": 2}, feedback(MUON), 8, {"microbatches": 2}),

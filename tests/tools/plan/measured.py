@@ -1,8 +1,8 @@
-"""What a training really takes: each rank a process of its own, whose resident memory is read.
+"""Measurement of a training's memory: the resident memory of each rank, which is a process of its own.
 
-``python -m tests.tools.plan.measured RECIPE OUTPUT`` is one rank, in an environment like torchrun's: it trains a model
-of few layers first, so that every library is there and has what it keeps for itself (kernels of each shape), and
-then the recipe; what counts is the highest resident size of the second training above that before it.
+``python -m tests.tools.plan.measured RECIPE OUTPUT`` is one rank, in an environment like torchrun's. It first trains a
+model of few layers, so that libraries are loaded and have allocated what they keep (kernels of each shape), and then
+the recipe. The result is the peak resident size of the second training minus the size before it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 
 import yaml
 
-# Every tensor of some size is mapped by itself and given back when it is let go of.
+# Tensors of 32 KiB or more are mapped one by one, and returned to the system when they are freed.
 MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "32768", "MALLOC_TRIM_THRESHOLD_": "32768",
           "MALLOC_TOP_PAD_": "0", "MALLOC_MMAP_MAX_": "1000000"}  # fmt: skip
 
 
 def measure(recipe: dict[str, Any], world_size: int, timeout: int = 500) -> list[int]:
-    """Train a recipe in ``world_size`` processes; bytes that each stage of the first replica took, first to last."""
+    """Train a recipe in ``world_size`` processes; return each stage's bytes in the first replica, first stage first."""
     from tests.helpers.pool import elastic_environment, free_port
 
     with tempfile.TemporaryDirectory() as folder:
@@ -56,13 +56,13 @@ def main() -> None:
     recipe, output = sys.argv[1:]
     train(smaller(Path(recipe)))
     before = settled()
-    Path("/proc/self/clear_refs").write_text("5")  # the highest size starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak size
     train(Path(recipe))
     Path(output).write_text(json.dumps(status("VmHWM") - before))
 
 
 def settled() -> int:
-    """The resident size once threads that ended, and what they held, are gone: on a busy machine that takes a while."""
+    """Return the resident size after the memory of ended threads is freed, which takes a while on a busy machine."""
     sizes = [0]
     for _ in range(40):
         gc.collect()
@@ -75,7 +75,7 @@ def settled() -> int:
 
 
 def smaller(path: Path) -> Path:
-    """The same layers, as few as there may be, and two updates."""
+    """Write a recipe with the same layers, but only two per device, and two updates; return its path."""
     recipe = yaml.safe_load(path.read_text())
     recipe["model"]["init_args"]["config"]["num_layers"] = 2 * recipe["trainer"]["devices"]
     recipe["trainer"]["max_steps"] = 2
@@ -92,7 +92,7 @@ def train(path: Path) -> None:
 
 
 def status(name: str) -> int:
-    """A size of this process, in bytes."""
+    """Return a size of this process from ``/proc/self/status``, in bytes."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
     return int(line.split()[1]) * 1024
 

@@ -1,4 +1,4 @@
-"""Modules that know nothing of plans or pipelines, and their data."""
+"""Modules without any code for plans or pipelines, and their data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 
 class Plain(L.LightningModule):
-    """An ``nn.Sequential`` with weights for real, and a step of its own."""
+    """Module with a custom step and an ``nn.Sequential``, whose weights are allocated at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Plain(L.LightningModule):
 
 
 class AsItIs(Plain):
-    """Its network does not say where it can be cut, and draws random numbers between its layers."""
+    """Module whose network does not say where it can be cut, and draws random numbers between its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Attributes(nn.Module):
 
 
 class Pairs(L.LightningDataModule):
-    """Batches of dictionaries, known by loading one."""
+    """Data module whose batches are dictionaries; their shapes are known only by loading one."""
 
     def __init__(self, batch_size: int = 16) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Pairs(L.LightningDataModule):
 
 
 class Tokens(L.LightningDataModule):
-    """Random tokens, (batch_size, context_length + 1) each batch."""
+    """Data module of random tokens, in batches of shape (batch_size, context_length + 1)."""
 
     def __init__(self, batch_size: int, context_length: int, vocab_size: int, batches: int = 8) -> None:
         super().__init__()

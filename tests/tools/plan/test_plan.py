@@ -1,4 +1,4 @@
-"""Plans against what can be counted by hand, and the command as users call it."""
+"""Plans equal what can be counted by hand, and the command works as users call it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_what_is_kept_moved_and_multiplied_is_known_by_hand() -> None:
     with FAKE, Meter() as meter:
         x, w = torch.zeros(8, 16), torch.zeros(16, 4, requires_grad=True)
         with meter.reading() as forward:
-            y = (x @ w).relu()  # both results are needed: relu keeps its own, the product is freed
+            y = (x @ w).relu()  # both results exist at once; relu keeps its own, the product is freed
         with meter.reading() as backward:
             y.sum().backward()
         assert (forward.kept, forward.peak) == (8 * 4 * 4, 2 * 8 * 4 * 4)
@@ -44,7 +44,7 @@ def test_what_is_kept_moved_and_multiplied_is_known_by_hand() -> None:
 
 @pytest.mark.parametrize("moe", [None, {"num_experts": 8, "top_k": 2, "expert_dim": 24}], ids=["dense", "experts"])
 def test_operations_of_a_gpt_are_what_its_config_says(moe: Any) -> None:
-    """Of experts the active ones alone count."""
+    """Operations equal those of the config, in which only a token's active experts count."""
     config = GPTConfig(vocab_size=96, context_length=32, num_layers=2, dim=32, num_heads=4, num_kv_heads=2, moe=moe)
     with torch.device("meta"):
         model = GPT(config)
@@ -68,12 +68,12 @@ CONSTANT = 100 + 100 + 3 + 200 + 100
 
 @pytest.mark.parametrize(("stage", "lookahead"), list(itertools.product(range(4), [0, 1, 3])))
 def test_flights_are_those_of_the_schedule(stage: int, lookahead: int) -> None:
-    """A flush leaves one set of gradients."""
+    """Microbatches in flight are those of the schedule; a flush needs only one set of gradients."""
     schedule = Schedule(stage, 4, lookahead)
     memory = peak_of(schedule, PROFILE, 8, 0)
     flights = schedule.depth + 1
     assert (memory.in_flight, memory.parts["activations"], memory.during) == (flights, flights * KEPT, "backward")
-    # The set that is summed, beside the one that waits for its update.
+    # One set is being summed while the other waits for its update.
     assert (memory.parts["gradients"], memory.parts["working"]) == (GRADIENTS * 2, 30)
     assert memory.total == CONSTANT + 2 * GRADIENTS + flights * KEPT + 30
     flushed = peak_of(Schedule(stage, 4, 0, StalenessRule(0)), PROFILE, 8, 7)
@@ -82,7 +82,7 @@ def test_flights_are_those_of_the_schedule(stage: int, lookahead: int) -> None:
 
 @pytest.mark.parametrize(("slack", "sets"), [(0, 1), (1, 1), (2, 2), (9, 2), ("exact", 1)])
 def test_the_least_staleness_needs_a_second_set_of_gradients_if_updates_wait(slack: Slack, sets: int) -> None:
-    """At its fullest moment, before a backward: a forward after the end of a gradient there is none of the next yet."""
+    """The peak is at a backward; at a forward right after a gradient is complete, there is none of the next yet."""
     memory = peak_of(Schedule(1, 4, staleness="least", slack=slack), PROFILE, 8, 7)
     assert (memory.parts["gradients"], memory.parts["batch"]) == (sets * GRADIENTS, 14)
     assert (memory.in_flight, memory.parts["activations"]) == (3, 3 * KEPT)
@@ -139,7 +139,7 @@ def test_a_recipe_is_planned(name: str, capsys: pytest.CaptureFixture[str], tmp_
         assert sizes["total"] == sum(size for name, size in sizes.items() if name != "total")
         assert sizes["weights"] == 4 * stage["parameters"]
         assert f"{sizes['total'] / (2**30 if 'memory in GiB' in table else 2**20):.2f}" in table
-    # A backward of attention computes its scores once more, selective checkpointing everything that is no product.
+    # Backwards of attention recompute the scores; selective checkpointing recomputes all but matrix products.
     per_token = plan["flops_per_sample"] / config.context_length
     assert config.flops_per_token() < per_token < 1.1 * config.flops_per_token()
     least = plan["flops_per_sample"] * plan["samples_per_update"] / len(plan["stages"]) / (0.4 * 989e12)
@@ -159,7 +159,7 @@ def test_what_does_not_fit_ends_with_a_code(capsys: pytest.CaptureFixture[str], 
 
 
 def test_the_slow_link_is_where_nodes_meet(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Rank 0 is the last stage: of four stages on two nodes the first two stand apart."""
+    """Rank 0 is the last stage, so with four stages on two nodes, the first two stages are on the second node."""
     recipe = Case(2, TINY, SGD, 4, {"microbatches": 4}).recipe()
     recipe["trainer"]["num_nodes"] = 2
     plan = planned(capsys, written(tmp_path, recipe))

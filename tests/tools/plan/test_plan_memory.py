@@ -1,4 +1,4 @@
-"""Planned memory against that of real processes, stage by stage."""
+"""Planned memory agrees with the memory of real processes, stage by stage."""
 
 from __future__ import annotations
 

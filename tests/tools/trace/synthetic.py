@@ -1,4 +1,4 @@
-"""Recordings made from simulated schedules: what every stage does, and waits for, is known exactly."""
+"""Recordings of simulated schedules, in which the work and the waits of every stage are known exactly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WAITS = {Kind.FORWARD: Wait.ACTIVATION, Kind.BACKWARD: Wait.GRADIENT, Kind.UPDA
 
 @dataclass(frozen=True)
 class Recording:
-    """A run that never was; times are in seconds."""
+    """Recording of a simulated run; times are in seconds."""
 
     stages: int = 2
     replicas: int = 1
@@ -47,7 +47,7 @@ class Recording:
         ]
 
     def write(self, folder: Path) -> Path:
-        """Make the files that such a run would have left."""
+        """Write the files that such a run would have left, and return the folder."""
         folder.mkdir(parents=True, exist_ok=True)
         lanes = self.lanes()
         for replica in range(self.replicas):
@@ -61,7 +61,7 @@ class Recording:
         return folder
 
     def read(self, folder: Path) -> RecordedRun:
-        """Write it, and read it."""
+        """Write the recording and read it back."""
         return read_run(self.write(folder))
 
     def _length(self, seconds: float | Sequence[float]) -> Callable[[int, int], float]:

@@ -1,4 +1,4 @@
-"""What is read, told and drawn of a recording, against what is known of its schedule."""
+"""Recordings are read, summarised and drawn as their known schedules require."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REPLICAS = Recording(stages=3, replicas=2, microbatches=4, mini_batches=3, looka
 
 
 def middle(recording: Recording, folder: Path) -> Summary:
-    """Of the third and the fourth mini-batch, without what fills and empties the pipeline."""
+    """Return a summary of the third and the fourth mini-batch, without filling and draining the pipeline."""
     run = recording.read(folder)
     begin, end = (
         next(s.start for s in run.ranks[0].of(Kind.FORWARD) if run.ranks[0].mini_batch(s) == t) for t in (2, 4)
@@ -71,7 +71,7 @@ def test_what_is_no_recording_is_named(tmp_path: Path) -> None:
 
 
 def test_a_flush_costs_the_known_bubble(tmp_path: Path) -> None:
-    """Of (P - 1) / (m + P - 1) of the time, all of it waits for the neighbors and for the last stage's gradient."""
+    """The bubble is (P - 1) / (m + P - 1) of the time, spent waiting for neighbours and for agreement on updates."""
     summary = summarise(SYNC.read(tmp_path))
     for row in summary.rows:
         waits = sum(row.shares[cause] for cause in ("activation", "gradient", "agreement", "rest"))
@@ -88,7 +88,7 @@ def test_without_a_flush_the_middle_of_a_run_is_full(tmp_path: Path) -> None:
 
 
 def test_a_slow_stage_is_waited_for(tmp_path: Path) -> None:
-    """Stages before it wait for gradients, the one after for activations."""
+    """Stages before the slow stage wait for gradients, the stage after it for activations."""
     summary = middle(replace(ASYNC, forward=[0.01, 0.01, 0.015, 0.01]), tmp_path)
     assert [row.shares["gradient"] for row in summary.rows] == pytest.approx([1 / 7, 1 / 7, 0, 0], abs=1e-6)
     assert [row.shares["activation"] for row in summary.rows] == pytest.approx([0, 0, 0, 1 / 7], abs=1e-6)

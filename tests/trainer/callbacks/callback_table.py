@@ -1,4 +1,4 @@
-"""What every callback of Lightning does under a pipeline: the source of ``docs/reference/callbacks.md``.
+"""Table of how each of Lightning's callbacks works under a pipeline, the source of ``docs/reference/callbacks.md``.
 
 Run ``python -m tests.trainer.callbacks.callback_table`` to write the page.
 """
@@ -18,7 +18,7 @@ WORKS, NOTE, REFUSED, BASE = "works", "works, with a note", "refused", "base cla
 
 
 class Entry(NamedTuple):
-    """A callback of Lightning, what becomes of it, what a user should know, and arguments to make one."""
+    """Row of the table: a callback of Lightning, its verdict, a note for users, and arguments of its constructor."""
 
     name: str
     verdict: str
@@ -27,7 +27,7 @@ class Entry(NamedTuple):
 
 
 class Finetuning(callbacks.BaseFinetuning):
-    """The smallest finetuning callback."""
+    """Minimal finetuning callback."""
 
     def freeze_before_training(self, pl_module: Any) -> None:
         """Freeze nothing."""
@@ -37,14 +37,14 @@ class Finetuning(callbacks.BaseFinetuning):
 
 
 class Writer(callbacks.BasePredictionWriter):
-    """Keeps the sizes of what it is given."""
+    """Callback that keeps the number of predictions in each batch."""
 
     def write_on_epoch_end(self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any) -> None:
         self.written = [None if batch is None else len(batch) for batch in predictions]
 
 
 def samples_of(batch: dict[str, torch.Tensor]) -> int:
-    """Number of samples of a batch, for the callback that counts them."""
+    """Return the number of samples in a batch, for ThroughputMonitor."""
     return len(batch["x"])
 
 
@@ -115,7 +115,7 @@ TABLE = [
 
 
 def make(name: str) -> callbacks.Callback:
-    """One of the class ``name``, with the table's arguments."""
+    """Return a callback of the class ``name``, made with the table's arguments."""
     entry = next(entry for entry in TABLE if entry.name == name)
     concrete = {"BaseFinetuning": Finetuning, "BasePredictionWriter": Writer}
     return concrete.get(name, getattr(callbacks, name))(**entry.arguments)
@@ -129,7 +129,7 @@ OF_YOURS = (
 
 
 def page() -> str:
-    """The text of ``docs/reference/callbacks.md``."""
+    """Return the text of ``docs/reference/callbacks.md``."""
     lines = [
         "# Callbacks of Lightning under a pipeline",
         "",

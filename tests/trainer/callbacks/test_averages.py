@@ -1,4 +1,4 @@
-"""Averages of weights: each stage averages its own layers, and checkpoints have all of them, as one process does."""
+"""Each stage averages the weights of its own layers, and checkpoints have all averages, as with one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers.trainer import Net, Run, arrays, loader, make_trainer, own_st
 
 
 class BeforeEnd(L.Callback):
-    """Keeps the weights that are trained, at the end of each epoch, and what each validation came to."""
+    """Callback that keeps the trained weights at the end of each epoch, and the loss of each validation."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -34,7 +34,7 @@ class BeforeEnd(L.Callback):
 
 
 def averaged(run: Run, folder: Path) -> dict[str, Any]:
-    """Train two epochs with validations, saving after each; what is in the file on rank 0."""
+    """Train two epochs with validations and checkpoints; return the last checkpoint's states, losses and weights."""
     L.seed_everything(run.seed, verbose=False)
     module, before = run.module(run), BeforeEnd()
     saving = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
@@ -56,7 +56,7 @@ def assert_same(results: list[dict[str, Any]], single: dict[str, Any]) -> None:
 
 
 def test_equals_one_process(pools: Pools, tmp_path: Path) -> None:
-    """Averages, weights and validations; and a run that goes on from its checkpoint with one stage less, too."""
+    """Averages, weights and validations equal those of one process, also after a resume with one stage less."""
     run = Run(Net, options={"microbatches": 3}, samples=24, val_samples=(8,), callbacks=EMA)
     single = averaged(staged(run), tmp_path / "one")
     many = pools.run(3, averaged, run, tmp_path / "many")

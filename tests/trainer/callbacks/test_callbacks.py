@@ -1,4 +1,4 @@
-"""Every callback that Lightning exports works, or is refused with a reason; the page about them is in step."""
+"""Every callback that Lightning exports works or is refused with a reason, and their page is up to date."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def by_the_oracle(accumulate: int) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("entry", WORKING, ids=lambda entry: entry.name)
 def test_training_is_the_oracles(entry: Entry, tmp_path: Path) -> None:
     result = train(staged(run_with(entry.name, tmp_path), 2))
-    if "WeightAveraging" not in entry.name:  # in the end it puts averages in their place: test_averages.py
+    if "WeightAveraging" not in entry.name:  # it ends with averaged weights, see test_averages.py
         accumulate = 2 if entry.name == "GradientAccumulationScheduler" else 1
         assert_equal_weights(result["weights"], by_the_oracle(accumulate))
 
@@ -51,7 +51,7 @@ def test_refused(entry: Entry, tmp_path: Path) -> None:
         train(staged(run, 2))
 
 
-# -- where ranks differ -------------------------------------------------------------------------------------------
+# -- several ranks ------------------------------------------------------------------------------------------------
 
 
 def test_prediction_writer(pools: Pools) -> None:
@@ -79,7 +79,7 @@ def test_a_timer_that_runs_out_stops_all_ranks(pools: Pools) -> None:
 
 
 class Hears(Net):
-    """Notes the hooks that are called, and whether an update has its gradients."""
+    """Module that counts the calls of its hooks, and whether all gradients exist before a step."""
 
     called: Counter[str] = Counter()
 
@@ -100,7 +100,7 @@ for hook in HOOKS:
 
 
 def fit_and_hear(run: Run) -> tuple[str, dict[str, int]]:
-    """Train; what is printed, and how often each hook was called."""
+    """Train, and return what was printed and how often each hook was called."""
     Hears.called = Counter()
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         fit(run)
@@ -133,7 +133,7 @@ def test_a_failed_run_saves_nothing_and_shows_its_error(pools: Pools, tmp_path: 
 
 
 def test_the_table_is_complete_and_the_page_in_step() -> None:
-    """``python -m tests.trainer.callbacks.callback_table`` writes it."""
+    """The table is complete and the page up to date; ``python -m tests.trainer.callbacks.callback_table`` writes it."""
     assert [entry.name for entry in TABLE] == sorted(callbacks.__all__, key=str.lower)
     assert all(entry.note for entry in TABLE if entry.verdict != WORKS)
     assert {entry.name for entry in TABLE if entry.verdict == BASE} == {"Callback", "Checkpoint", "ProgressBar"}

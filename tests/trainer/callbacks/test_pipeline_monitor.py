@@ -1,4 +1,4 @@
-"""What is logged while a pipeline trains: throughput, bubble, staleness, memory."""
+"""PipelineMonitor logs throughput, bubble, staleness, gradient norm and memory while a pipeline trains."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RUN = Run(Net, callbacks=(MONITOR,), samples=48, trainer={"logger": "list"})
 
 
 class CountingNet(SleepingNet):
-    """Its tokens and operations are known: 8 samples of 10 tokens, 1000 operations each."""
+    """Module whose tokens and operations are known: 10 tokens per sample, 1000 operations per token."""
 
     flops_per_token = 1000.0
 
@@ -35,9 +35,9 @@ def values(result: dict[str, Any], name: str) -> list[float]:
 
 
 def test_the_logger_gets_every_figure(pools: Pools) -> None:
-    """Layers sleep for 90 ms a microbatch; a flush of two stages would cost a third of two microbatches' time.
+    """Logged values fit layers that sleep 90 ms per microbatch; a flush per batch would make a bubble of a third.
 
-    The validation before the last batch takes a second more, which counts for nothing.
+    The validation before the last batch takes another second, which does not count.
     """
     run = replace(RUN, val_samples=(128,), trainer={"logger": "list", "val_check_interval": 5})
     last, first = pools.run(2, fit, replace(run, module=CountingNet, options={"microbatches": 2}))
@@ -52,7 +52,7 @@ def test_the_logger_gets_every_figure(pools: Pools) -> None:
 
 
 def test_the_norm_is_that_of_the_whole_gradient_before_clipping() -> None:
-    """Without ``microbatch_weight`` nobody knows tokens."""
+    """The norm is that of the whole unclipped gradient; without ``microbatch_weight``, no token rate is logged."""
     run = replace(RUN, strategy="sync", trainer={"logger": "list", "gradient_clip_val": 1e-3})
     result = train(staged(run))
     norms = values(result, "gradient_norm")
@@ -69,7 +69,7 @@ def test_the_norm_is_that_of_the_whole_gradient_before_clipping() -> None:
 @pytest.mark.parametrize(("slack", "by_stage"), [(1, [0.5, 0.25]), ("exact", [0.25, 0.25])])
 def test_the_least_staleness_is_the_mean_over_parameters(slack: Any, by_stage: list[float]) -> None:
     run = replace(RUN, options={"microbatches": 4, "staleness": "least", "slack": slack, "partition": [3, 6]})
-    start = 2 if slack == 1 else 1  # mini-batches without a delay: the second is clipped by the norm of the first
+    start = 2 if slack == 1 else 1  # mini-batches without delay; slack 1 clips the second one by the norm of the first
     layers = list(make_model(0.0))
     sizes = [sum(p.numel() for layer in part for p in layer.parameters()) for part in (layers[:3], layers[3:])]
     mean = sum(share * size for share, size in zip(by_stage, sizes)) / sum(sizes)

@@ -1,4 +1,4 @@
-"""Recording a training: what the files say is what happened."""
+"""The files of PipelineTrace show what happened in a training."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def indices(run: RecordedRun, kind: Kind | Wait | Activity, stage: int = 0) -> l
 
 
 def test_utilisation_is_that_of_the_wall_clock(pools: Pools, tmp_path: Path) -> None:
-    """Layers that sleep tell how long they did, and a clock of its own how long training took."""
-    for times in (1, 3, 9):  # a busy machine holds a process up between the two clocks: longer sleeps hide it
+    """Recorded times equal the sleep that layers measure, and the training time that an independent clock measures."""
+    for times in (1, 3, 9):  # a busy machine may delay a process between the two clocks: longer sleeps hide it
         run = recorded(Run(Net, options={"microbatches": 4}, samples=32), tmp_path / str(times))
         slept = pools.run(2, fit_asleep, run, times)[::-1]  # rank 0 is the last stage
         summary = summarise(read_run(tmp_path / str(times) / "trace"))
@@ -48,7 +48,7 @@ def test_utilisation_is_that_of_the_wall_clock(pools: Pools, tmp_path: Path) -> 
 
 
 def test_every_action_is_recorded_with_its_weights(pools: Pools, tmp_path: Path) -> None:
-    """Also of a stage that steps ahead; every fit has a folder of its own."""
+    """Actions are recorded with weight versions, also on stages that step ahead; every fit has its own folder."""
     pools.run(2, fit_twice, recorded(replace(SMALL, options=LEAST), tmp_path))
     read, again = read_run(tmp_path / "trace"), read_run(tmp_path / "trace-2")
     assert read.mini_batches == again.mini_batches == range(6)
@@ -79,7 +79,7 @@ def test_microbatches_count_from_their_mini_batch(
     read = read_run(tmp_path / "trace")
     assert (off_schedule(read), [row.staleness for row in summarise(read).rows]) == ([], staleness)
     logged = [metrics["gradient_staleness"] for _, metrics in results[0]["records"] if "bubble" in metrics]
-    assert logged == sorted(logged)  # none of the first mini-batches, then of all
+    assert logged == sorted(logged)  # 0 in the first mini-batches, then constant
     assert (logged[0], len(set(logged))) == (0, 2)
 
 
@@ -90,7 +90,7 @@ def test_a_failed_run_leaves_its_trace(pools: Pools, tmp_path: Path) -> None:
 
 
 def test_drains_are_kept_apart_also_where_a_device_is_later_than_its_host(pools: Pools, tmp_path: Path) -> None:
-    """What has not ended when a batch has is read at a later one, or at the end."""
+    """Spans that a device has not finished when a batch ends are read after a later batch, or at the training's end."""
     saves = (ModelCheckpoint, {"dirpath": str(tmp_path / "saved"), "every_n_train_steps": 3, "save_top_k": -1})
     trainer = {"logger": "list", "val_check_interval": 4, "enable_checkpointing": True}
     plain = replace(SMALL, val_samples=(8,), trainer=trainer, callbacks=(MONITOR, saves))

@@ -1,4 +1,4 @@
-"""Text sampled while a model is trained over stages: that of the whole model, and training does not notice."""
+"""Text that is sampled during training over stages is that of the whole model, and does not affect training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAMPLING = Sampling(0.9, top_k=20, seed=4)
 
 
 class Kept(SampleText):
-    """Keeps the texts of every validation, on every rank."""
+    """SampleText callback that keeps the texts of all validations, on every rank."""
 
     def __init__(self) -> None:
         super().__init__(PROMPTS, 12, SAMPLING.temperature, SAMPLING.top_k, seed=SAMPLING.seed, tokenizer="byte")
@@ -44,7 +44,7 @@ def sampled(run: Run) -> tuple[list[str], dict[str, np.ndarray]]:
 
 
 def text_of(weights: dict[str, np.ndarray], prompt: str) -> str:
-    """What the whole model writes, in this process."""
+    """Return the text that the whole model generates in this process."""
     model = GPT(CONFIG).eval()
     model.load_state_dict({name.removeprefix("model."): torch.from_numpy(array) for name, array in weights.items()})
     tokens = generate_tokens(logits_of(model), list(prompt.encode()) or [0], CONFIG.context_length, 12, SAMPLING, end=0)
@@ -52,7 +52,7 @@ def text_of(weights: dict[str, np.ndarray], prompt: str) -> str:
 
 
 def test_the_whole_model_writes(pools: Pools, tmp_path: Path) -> None:
-    """Not in the check before training; the logger gets it."""
+    """Validations, but not the sanity check, sample the whole model's text and send it to the logger."""
     trainer = {"val_check_interval": 2, "num_sanity_val_steps": 1, "logger": "files", "default_root_dir": str(tmp_path)}
     module = partial(small_gpt, init_std=0.2)
     run = Run(module, dataset="tokens", val_samples=(8,), samples=32, trainer=trainer)
@@ -78,7 +78,7 @@ def test_what_cannot_be_sampled_from_is_refused() -> None:
 
 
 def test_the_tokenizer_of_the_data_in_one_process(tmp_path: Path) -> None:
-    """A trained one too."""
+    """In one process, SampleText uses the data module's tokenizer, here one that is trained on the texts."""
     (tmp_path / "text").mkdir()
     for index in range(8):
         (tmp_path / "text" / f"{index}.txt").write_text(f"number {index} and {index * index} " * 60)

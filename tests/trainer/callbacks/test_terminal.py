@@ -1,4 +1,4 @@
-"""What the terminal shows: a bar that fits 80 columns, and a table of the stages with what they cost."""
+"""The terminal shows a progress bar that fits 80 columns, and a table of the stages with their costs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FIGURES = {
 
 
 class Logs(BoringModel):
-    """Logs what a run of a language model shows, in another order."""
+    """Module that logs the metrics of a language model, in another order than the bar shows them."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
         for name, value in {**FIGURES, "train_loss": 3.25}.items():
@@ -47,7 +47,7 @@ class Logs(BoringModel):
 
 
 def all_of(terminal: int) -> Iterator[bytes]:
-    """What the terminal has been given, in pieces."""
+    """Yield the output that a terminal has received, in pieces."""
     with suppress(BlockingIOError):
         while True:
             yield os.read(terminal, 4096)
@@ -80,7 +80,7 @@ def test_it_fits_80_columns_with_what_matters(monkeypatch: pytest.MonkeyPatch, t
 
 
 class NotesTheBar(L.Callback):
-    """Notes what the bar and other callbacks find after each batch."""
+    """Callback that records the values that the bar and callbacks have after each batch."""
 
     def __init__(self) -> None:
         self.bars: list[float | None] = []
@@ -99,7 +99,7 @@ class LogsItsNumber(Net):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_value_that_comes_late_from_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bar shows it a batch later; callbacks have it at once; the epoch's is there at its end."""
+    """The bar shows a late value a batch later, callbacks have it at once, and the epoch value is there at the end."""
     monkeypatch.setattr(step_log, "_is_late", lambda value: True)
     noting, run = NotesTheBar(), Run(LogsItsNumber)
     trainer = L.Trainer(
@@ -113,7 +113,7 @@ def test_a_value_that_comes_late_from_a_device(monkeypatch: pytest.MonkeyPatch) 
 
 
 def table_of(model: nn.Module, replicas: int = 1, asked: Any = "auto") -> tuple[list[list[str]], str]:
-    """Cells of the table over two stages, and the line about ranks below it."""
+    """Return the cells of the table of two stages, and the line about ranks below it."""
     partition = choose_partition(model, 0, 2, asked)
     whole = WholeModel.of(pipeline_units(model), partition.counts)
     session: Any = SimpleNamespace(whole_model=whole, partition=partition, mesh=Mesh(2, replicas, 0))

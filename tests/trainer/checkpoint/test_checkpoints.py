@@ -1,4 +1,4 @@
-"""What checkpoints hold, and when they are taken."""
+"""A checkpoint holds the whole model, also if saved after training, and is refused for another model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers.trainer import Net, Run, arrays, fit, loader, make_trainer
 
 
 def save_afterwards(run: Run, path: str) -> dict[str, Any]:
-    """``trainer.save_checkpoint`` after ``fit``, as scripts do, and a second run on the same Trainer."""
+    """Call ``trainer.save_checkpoint`` after ``fit``, as scripts do, and fit again with the same Trainer."""
     L.seed_everything(run.seed, verbose=False)
     module, trainer = run.module(run), make_trainer(run)
     trainer.fit(module, loader(run))
@@ -32,7 +32,7 @@ def save_afterwards(run: Run, path: str) -> dict[str, Any]:
 
 
 def test_saved_after_the_end(pools: Pools, tmp_path: Path) -> None:
-    """No code in it; the weights are the whole model's, in the order of the plain module."""
+    """The checkpoint contains no code, but the weights of the whole model in the order of the plain module."""
     run, path = replace(RESUMABLE_RUN, trainer={"max_epochs": 1}), tmp_path / "end.ckpt"
     results = pools.run(3, save_afterwards, run, str(path))
     for name in ("end.ckpt.validated", "end.ckpt"):
@@ -50,7 +50,7 @@ def test_saved_after_the_end(pools: Pools, tmp_path: Path) -> None:
 
 
 class Longer(Net):
-    """Two layers more."""
+    """Model with two more layers."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -67,7 +67,7 @@ def test_the_checkpoint_of_another_model_is_refused_on_every_rank(pools: Pools, 
 
 
 def test_resumed_from_last(tmp_path: Path) -> None:
-    """Another Trainer with the same ModelCheckpoint finds the newest file by itself, and goes on as if nothing was."""
+    """A new Trainer with the same ModelCheckpoint finds the newest file and resumes as if never interrupted."""
     run = Run(Net, dropout=0.2, scheduler="decay-step", shuffle=True)
     (whole,) = ONE_PROCESS.run(2, fit, replace(run, trainer={"max_epochs": 3}))
     run = replace(run, callbacks=(saving(tmp_path, save_top_k=1, save_last=True),), ckpt_path="last")

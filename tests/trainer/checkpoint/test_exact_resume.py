@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint is the uninterrupted one: batches, weights, losses, and metrics of epochs."""
+"""A resumed run has the batches, weights, losses and epoch metrics of the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STEPS = {"max_steps": 12, "max_epochs": -1}
 
 
 class CountsBatches(Showing):
-    """Asks for the number of steps, for which Lightning makes the loaders before it reads a checkpoint."""
+    """Model that asks for the number of steps, so Lightning makes the loaders before it reads a checkpoint."""
 
     def configure_optimizers(self) -> Any:
         assert self.trainer.estimated_stepping_batches > 0
@@ -39,12 +39,12 @@ class CountsBatches(Showing):
 
 
 class Paired(Showing):
-    """Fed by two loaders, of which the second ends before the first; what it was fed of both is noted."""
+    """Model that is fed by two loaders, of which the second ends first, and records the samples of both."""
 
     def training_step(self, batch: list[dict[str, Tensor] | None], batch_idx: int) -> Tensor:
         first, second = batch
         assert first is not None
-        loss = F.mse_loss(self.model(first["x"]), first["y"])  # the step of other stages ends here
+        loss = F.mse_loss(self.model(first["x"]), first["y"])  # on earlier stages the step ends here
         self.numbers.append([first["number"].tolist(), None if second is None else second["number"].tolist()])
         self.log("train_loss", loss, on_step=True, on_epoch=True, batch_size=len(first["x"]))
         return loss
@@ -70,7 +70,7 @@ def test_loaders(loader: str, tmp_path: Path) -> None:
 
 
 class Saves(L.Callback):
-    """Saves by itself, where the pipeline does not expect it."""
+    """Callback that saves a checkpoint where the pipeline does not expect it."""
 
     def __init__(self, dirpath: Path) -> None:
         self.dirpath = dirpath
@@ -80,14 +80,14 @@ class Saves(L.Callback):
 
 
 def test_saved_by_a_callback_of_ones_own(tmp_path: Path) -> None:
-    """What the save finishes counts for the epoch's metrics, and was logged: a run that goes on does not see it."""
+    """Batches that the save completes count for the epoch's metrics; they are not logged again after resuming."""
     run = replace(run_of(tmp_path, "stateful", TWO_EPOCHS), callbacks=((Saves, {"dirpath": tmp_path}),))
     check_resumed(ONE_PROCESS, run, "stateful", tmp_path, [4])
 
 
 @pytest.mark.parametrize(("trainer", "at_the_end"), [(TWO_EPOCHS, True), (STEPS, False)], ids=["epoch", "validation"])
 def test_saved_while_an_epoch_ends(trainer: dict[str, Any], at_the_end: bool, tmp_path: Path) -> None:
-    """By its end, or by its validation: metrics were logged, and do not count for the next epoch."""
+    """Metrics that were logged before a save at an epoch's end or validation do not count for the next epoch."""
     saving = {"save_top_k": -1, "filename": "{step}", "every_n_epochs": 1, "save_on_train_epoch_end": at_the_end}
     run = run_of(tmp_path, "plain", trainer, val_samples=(9,), scheduler="decay-epoch")
     run = replace(run, callbacks=((ModelCheckpoint, {"dirpath": tmp_path} | saving),))
@@ -101,7 +101,7 @@ def test_a_loader_with_a_state_is_shuffled_as_one_without(tmp_path: Path) -> Non
 
 
 def fit_warned(run: Run, kind: str) -> tuple[list[str], list[int]]:
-    """Train; what was warned of, and after which steps a batch ended."""
+    """Train, and return the warnings about inexact resuming and the step count after each batch."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         steps = fit_showing(run, kind, "")["steps"]

@@ -1,4 +1,4 @@
-"""A run that is told to end ends on all ranks, and the resumed one goes on as if it had never been interrupted."""
+"""A run that is told to stop ends on all ranks, and resumes as if it had never been interrupted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.helpers.trainer import Net, Run, Samples, evaluate, fit
 
 
 class Resumable(Net):
-    """Its shuffled loader keeps its place; its validation draws random numbers, and has a torchmetrics object."""
+    """Model with a stateful, shuffled loader, whose validation has random numbers and a torchmetrics object."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -45,7 +45,7 @@ class Resumable(Net):
 
 @dataclass
 class Signals(L.Callback):
-    """Sends a signal to its own process, at a call of a hook on some ranks; ``on_sanity``: in the sanity check."""
+    """Callback that signals its own process in a hook on some ranks; the hook ``on_sanity`` is in the sanity check."""
 
     ranks: tuple[int, ...]
     hook: str
@@ -62,12 +62,12 @@ class Signals(L.Callback):
             return
         if self.calls == self.index and trainer.global_rank in self.ranks:
             os.kill(os.getpid(), self.number)
-            os.kill(os.getpid(), self.number)  # the second one changes nothing
+            os.kill(os.getpid(), self.number)  # the second signal has no effect
         self.calls += 1
 
 
 class Records(L.Callback):
-    """What was seen, kept although the run ends with an exception."""
+    """Callback that records steps and validations, which are kept if the run ends with an exception."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -81,7 +81,7 @@ class Records(L.Callback):
 
 
 def under_slurm(run: Run, folder: str) -> dict[str, Any]:
-    """:func:`preempted` as a task of a SLURM job, whose ``scontrol`` lies in a folder."""
+    """Run :func:`preempted` as a task of a SLURM job whose ``scontrol`` is in the folder."""
     rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
     with patch.dict(
         os.environ, SLURM_NTASKS=world, SLURM_NTASKS_PER_NODE=world, SLURM_PROCID=rank, SLURM_LOCALID=rank,
@@ -91,7 +91,7 @@ def under_slurm(run: Run, folder: str) -> dict[str, Any]:
 
 
 def preempted(run: Run, what: str = "fit") -> dict[str, Any]:
-    """Run, and report with which exit code it ended and what was seen until then."""
+    """Fit or evaluate, and return the exit code and the steps and validations up to then."""
     records = Records()
     run = replace(run, callbacks=(*run.callbacks, (lambda: records, {})))
     result: dict[str, Any] = {"code": 0}
@@ -109,7 +109,7 @@ OFTEN = {**EPOCHS, "val_check_interval": 2}
 OVER_EPOCHS = {**STEPS, "val_check_interval": 3, "check_val_every_n_epoch": None}
 TWO = (9, 20)  # samples of two loaders, of 2 and 3 batches
 
-# Trainer's arguments, validation samples, hook, index: the last training batch, complete validations until the end
+# Trainer arguments, validation samples, hook, index, last training step, number of complete validations
 CASES = {
     "in training": (EPOCHS, (), "on_train_batch_end", 1, 3, 0),
     "at an epoch's end, counting steps": (STEPS, (), "on_train_batch_end", 3, 5, 0),
@@ -121,11 +121,11 @@ CASES = {
     "while it saves": (OFTEN, TWO, "on_save_checkpoint", 1, 4, 1),
     "between epochs": (EPOCHS, (20,), "on_train_epoch_start", 1, 7, 1),
 }  # fmt: skip
-WHOLE: dict[str, list[Any]] = {}  # runs that nobody is told to end
+WHOLE: dict[str, list[Any]] = {}  # results of uninterrupted runs
 
 
 def run_of(folder: Path, trainer: dict[str, Any], vals: tuple[int, ...] = (), *more: Any, **changes: Any) -> Run:
-    """A run that keeps its last checkpoint, and with validation the best ones."""
+    """Return a run that keeps ``last.ckpt`` and, with validation, the two best checkpoints."""
     monitor = "val_loss/dataloader_idx_0" if len(vals) > 1 else "val_loss"
     when = {"monitor": monitor, "save_top_k": 2} if vals else {}
     callbacks = (saving(folder, save_last=True, **when), *more)
@@ -136,7 +136,7 @@ def check_preempted(
     pools: Pools | OneProcess, world: int, folder: Path, trainer: dict[str, Any], vals: tuple[int, ...],
     tell: dict[str, Any], *more: Any, **changes: Any,
 ) -> list[Any]:  # fmt: skip
-    """All ranks end, with what they came to, and the rest is as if nothing was: without replicas, in one process."""
+    """Check that all ranks stop and resume exactly, in one process unless there are replicas; return their results."""
     told, pools = pools, pools if "data_parallel_size" in changes.get("options", {}) else ONE_PROCESS
     key = str((world, trainer, vals, changes))
     if key not in WHOLE:
@@ -149,7 +149,7 @@ def check_preempted(
     stages = world // changes.get("options", {}).get("data_parallel_size", 1)
     assert_equal_weights(joined_weights(resumed, stages), joined_weights(whole, stages))
     assert resumed[0]["global_step"] == whole[0]["global_step"]
-    if resumed[0]["steps"]:  # else Lightning does not count the epoch that its last step has cut short
+    if resumed[0]["steps"]:  # otherwise Lightning does not count an epoch cut short by the last step
         assert resumed[0]["epoch"] == whole[0]["epoch"]
     return broken
 
@@ -165,7 +165,7 @@ def test_resumed_as_if_never_interrupted(case: str, tmp_path: Path) -> None:
 
 
 def test_a_signal_reaches_a_stage_in_the_middle_alone(pools: Pools, tmp_path: Path) -> None:
-    """A callback may save, too, when all have ended."""
+    """A signal to the middle stage alone stops all ranks, and a callback may still save a checkpoint after that."""
     trainer, vals, hook, index, step, validations = CASES["in a validation"]
     more = (OnExceptionCheckpoint, {"dirpath": tmp_path})
     broken = check_preempted(pools, 3, tmp_path, trainer, vals, {"ranks": (1,), "hook": hook, "index": index}, more)
@@ -180,7 +180,7 @@ def test_a_replica_is_told(pools: Pools, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_agreed_on_within_a_batch_it_ends_with_the_mini_batch(pools: Pools, tmp_path: Path) -> None:
-    """With updates that all agree on between two microbatches, and several batches to an update."""
+    """A stop that is agreed on between two microbatches, as updates are, waits for all batches of the mini-batch."""
     tell = {"ranks": (0, 1, 2), "hook": "on_train_batch_end"}
     trainer = {**EPOCHS, "accumulate_grad_batches": 2}
     options = {"staleness": "least", "slack": "exact", "microbatches": 4, "partition": "uniform"}
@@ -228,7 +228,7 @@ def test_where_the_checkpoint_lies(case: str, tmp_path: Path) -> None:
 def test_slurm_requeues_after_the_checkpoint_and_resumes_from_it(
     pools: Pools, number: int, calls: str, tmp_path: Path
 ) -> None:
-    """The program in the place of ``scontrol`` notes its arguments and which checkpoints there are by then."""
+    """SIGUSR1 requeues the job after a save; a fake ``scontrol`` records its arguments and the existing checkpoints."""
     noted, script, root = tmp_path / "calls", tmp_path / "scontrol", tmp_path / "root"
     noted.touch()
     script.write_text(f'#!/bin/sh\necho "$@" $(ls {root}) >> {noted}\n')

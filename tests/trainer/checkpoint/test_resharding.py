@@ -1,4 +1,4 @@
-"""A checkpoint goes on with other stages, cuts, replicas and delays than those that wrote it, in either form."""
+"""A checkpoint of either form can be resumed with other stages, partitions, replicas and delays."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FOUR = {"microbatches": 4}
 
 
 def run_of(folder: Path, **options: Any) -> Run:
-    """Two epochs of five batches, with a checkpoint after every second one."""
+    """Return a run of two epochs of five batches, with a checkpoint after every second batch."""
     saving = (ModelCheckpoint, {"dirpath": folder, "save_top_k": -1, "filename": "{step}", "every_n_train_steps": 2})
     trainer = RESUMABLE_TRAINER | {"max_epochs": 2}
     return replace(
@@ -39,13 +39,13 @@ def trained(pools: Pools | OneProcess, stages: int, run: Run) -> dict[str, np.nd
 
 
 def resumed(pools: Pools | OneProcess, stages: int, run: Run, step: int = 4, **changed: Any) -> dict[str, np.ndarray]:
-    """Goes on from a checkpoint that the run has written."""
+    """Resume from a checkpoint that the run has written, and return the final weights."""
     path = run.callbacks[0][1]["dirpath"] / f"step={step}.ckpt"
     return trained(pools, stages, replace(run, callbacks=(), ckpt_path=str(path), options=FOUR | changed))
 
 
 def test_other_stages_and_cuts(tmp_path: Path) -> None:
-    """Bitwise: Error Feedback, Muon's momentum and the older weights come along, in mid-epoch."""
+    """Resuming in mid-epoch is bitwise exact, with Error Feedback, Muon's momentum and the older weights."""
     run = run_of(tmp_path)
     whole = trained(ONE_PROCESS, 3, run)
     assert_equal_weights(resumed(ONE_PROCESS, 2, run), whole)
@@ -53,7 +53,7 @@ def test_other_stages_and_cuts(tmp_path: Path) -> None:
 
 
 def test_the_least_staleness_with_other_stages_and_slack(tmp_path: Path) -> None:
-    """What goes on as it was is the same run; another cut, slack or lookahead is another trajectory."""
+    """The same options continue the same run; another partition, slack or lookahead gives another trajectory."""
     run = run_of(tmp_path, staleness="least", partition="uniform")
     whole = trained(ONE_PROCESS, 3, run)
     assert_equal_weights(resumed(ONE_PROCESS, 3, run, staleness="least", partition="uniform"), whole)
@@ -66,7 +66,7 @@ def test_the_least_staleness_with_other_stages_and_slack(tmp_path: Path) -> None
 
 
 def test_from_synchronous_to_asynchronous(tmp_path: Path) -> None:
-    """W_{t-1} = W_t to begin with."""
+    """The asynchronous run starts with W_{t-1} = W_t."""
     run = replace(run_of(tmp_path), strategy="sync")
     trained(ONE_PROCESS, 2, run)
     run = replace(run, strategy="async")
@@ -75,7 +75,7 @@ def test_from_synchronous_to_asynchronous(tmp_path: Path) -> None:
 
 
 def test_from_asynchronous_to_synchronous(tmp_path: Path) -> None:
-    """The next mini-batch runs on the newest weights, without delay."""
+    """The first mini-batch after resuming runs on the newest weights, without delay."""
     run = replace(run_of(tmp_path), dropout=0.0, scheduler="")
     trained(ONE_PROCESS, 3, run)
     run = replace(run, strategy="sync", callbacks=(), ckpt_path=str(tmp_path / "step=4.ckpt"))
@@ -89,7 +89,7 @@ def test_from_asynchronous_to_synchronous(tmp_path: Path) -> None:
 
 
 def test_other_replicas(pools: Pools, tmp_path: Path) -> None:
-    """At an epoch's end; the same with any number of stages."""
+    """Two replicas can resume as one at an epoch's end, with the same result for any number of stages."""
     saving = (ModelCheckpoint, {"dirpath": tmp_path, "save_top_k": -1, "filename": "{step}", "every_n_epochs": 1})
     run = replace(run_of(tmp_path, data_parallel_size=2), module=RESUMABLE_RUN.module, callbacks=(saving,), samples=40)
     run = replace(run, shuffle=True)
@@ -102,7 +102,7 @@ def command(*arguments: Any) -> None:
 
 
 class Saved(NamedTuple):
-    """A run of two stages that wrote parts in the background, one of its checkpoints, and the weights at its end."""
+    """Two-stage run that wrote its checkpoints in parts in the background, one checkpoint, and the final weights."""
 
     run: Run
     parts: Path
@@ -117,7 +117,7 @@ def saved(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 def test_parts_of_processes_hold_what_one_file_holds(saved: Saved, pools: Pools, tmp_path: Path) -> None:
-    """And other processes, or none, go on from them."""
+    """Parts hold what one file holds, and runs with other processes or with a single one can resume from them."""
     assert_equal_weights(trained(ONE_PROCESS, 2, run_of(tmp_path)), saved.weights)
     assert_equal_weights(resumed(pools, 3, saved.run), saved.weights)
     assert_equal_weights(resumed(ONE_PROCESS, 1, saved.run), saved.weights)
@@ -136,7 +136,7 @@ def test_a_run_goes_on_from_the_other_form(saved: Saved, capsys: pytest.CaptureF
 
 
 def test_what_ranks_remember_is_written_once(saved: Saved) -> None:
-    """Their random numbers and metrics, by the first rank, which is the last stage."""
+    """Random states and metrics of all ranks are written once, by the first rank, which is the last stage."""
     first, last = (torch.load(path, weights_only=True) for path in sorted(saved.parts.glob("*.pt")))
     assert len(last["pipeline"]["progress"]) == 2, "of both ranks"
     assert "progress" not in first["pipeline"]

@@ -1,4 +1,4 @@
-"""A rank that fails and whose process lives on, as under ``try: trainer.fit(...)``, keeps no other rank waiting."""
+"""A rank that fails while its process lives on, as in ``try: trainer.fit(...)``, keeps no other rank waiting."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.helpers.pool import Pools, impatient
 from tests.helpers.trainer import Net, Run, fit
 
 STAGES = 3
-SOON = 25.0  # seconds, of which five are grace
+SOON = 25.0  # seconds, including a grace period of five
 
 
 class Raises(L.Callback):
-    """Fails on rank 1 alone."""
+    """Callback that raises an error on rank 1 only."""
 
     def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_rank == 1 and trainer.global_step >= 3:
@@ -25,7 +25,7 @@ class Raises(L.Callback):
 
 
 class FullDisk(ModelCheckpoint):
-    """Cannot write its second file; only rank 0 writes, while the others wait for it."""
+    """Checkpoint callback that cannot write its second file; only rank 0 writes, while the others wait for it."""
 
     def _save_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:
         if trainer.global_step > 2:
@@ -57,13 +57,13 @@ def test_a_checkpoint_that_rank_0_cannot_write_ends_all(pools: Pools, tmp_path: 
     assert [outcome.error for outcome in outcomes] == ["OSError", "OtherStageFailedError", "OtherStageFailedError"]
 
 
-# -- ranks that do different things: two stages, of which rank 1 is the first, rank 0 the last ---------------------
+# -- ranks that do different things: two stages, where rank 1 is the first and rank 0 the last ---------------------
 
 TWO = Run(Net, options={"microbatches": 2})
 
 
 class StopsAlone(L.Callback):
-    """Raises on one rank what Lightning takes for the end of the epoch, as of a shorter loader."""
+    """Callback that raises StopIteration on one rank, which ends Lightning's epoch as a shorter loader would."""
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, index: int) -> None:
         if trainer.global_rank == 1 and index == 4:
@@ -79,7 +79,7 @@ def test_an_epoch_that_ends_on_one_rank(pools: Pools) -> None:
 
 
 class SavesAlone(L.Callback):
-    """Saves on rank 0 when the training has ended: the others have nothing more to do, and would never answer."""
+    """Callback that saves on rank 0 only, after training, when the other ranks are done and would never answer."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

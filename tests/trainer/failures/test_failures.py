@@ -1,7 +1,7 @@
-"""Whatever happens to one rank, all processes end, soon, with an exit code that says so and the cause on record.
+"""If a rank fails, is killed or gets SIGTERM, all processes end soon, with a nonzero exit code and a reported cause.
 
-As a program, such a training: the folder in which every rank writes its process id, and in the end its step and its
-error; the rank whose first layer fails.
+Run as a program, this file trains. Its arguments are a folder, in which every rank writes its process id and finally
+its step and its error, and the number of the rank whose first layer fails.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
 
 def alive(folder: Path) -> list[int]:
-    """Process ids of what was started with the folder as an argument; zombies do not count."""
+    """Return the ids of processes that have the folder in their arguments, without zombies."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -53,7 +53,7 @@ def wait_until(true: Callable[[], bool], folder: Path, seconds: float = SECONDS)
 
 @contextmanager
 def launched(command: list[str], folder: Path, fails: int = -1) -> Iterator[subprocess.Popen]:
-    """A running script."""
+    """Run this file as a program, and kill its remaining processes afterwards."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(
@@ -69,13 +69,13 @@ def launched(command: list[str], folder: Path, fails: int = -1) -> Iterator[subp
 
 
 def code_of(process: subprocess.Popen, folder: Path, seconds: float = SECONDS) -> int:
-    """The exit code of the first process, once none is left."""
+    """Wait until no process is left, and return the exit code of the first one."""
     wait_until(lambda: process.poll() is not None and not alive(folder), folder, seconds)
     return int(process.returncode)
 
 
 def pid_of(rank: int, folder: Path) -> int:
-    """The process of a rank, once all ranks train."""
+    """Wait until all ranks train, and return the process id of one of them."""
     files = [folder / f"{number}.pid" for number in range(3)]
     wait_until(lambda: all(file.exists() and file.read_text() for file in files), folder, seconds=150)
     return int(files[rank].read_text())
@@ -83,7 +83,7 @@ def pid_of(rank: int, folder: Path) -> int:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_all(rank: int, tmp_path: Path) -> None:
-    """Also the process that launched the others."""
+    """A killed rank ends all processes, also if it is rank 0, which launched the others."""
     with launched(PLAIN, tmp_path) as process:
         os.kill(pid_of(rank, tmp_path), signal.SIGKILL)
         assert code_of(process, tmp_path) != 0

@@ -1,4 +1,4 @@
-"""What cannot be run right is refused on every rank, before a training step ends, with the remedy."""
+"""Runs that cannot be correct are refused on every rank, before a training step ends, with a remedy."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ def test_a_module_that_no_pipeline_can_run_is_refused(module: Any, found: str) -
         fit(delayed(Run(module, callbacks=((CountsSteps, {}),)), stages=2))
 
 
-# -- what one rank alone sees, and all must raise -----------------------------------------------------------------
+# -- mistakes that show on one rank only, and that all ranks must report ------------------------------------------
 
 
 class CallsTwice(Net):
-    """Which shows on one of three stages."""
+    """Model that is called twice in a step, which shows on only one of three stages."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx) + super().training_step(batch, batch_idx)
 
 
 class OtherRate(Net):
-    """Has a learning rate of the process's own."""
+    """Model whose learning rate depends on the rank."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.1 * (1 + self.global_rank))
 
 
 class OtherSize(Net):
-    """Has a layer of another size in one process."""
+    """Model with a layer of another size on one rank."""
 
     def configure_model(self) -> None:
         if self.global_rank == 1:
@@ -77,7 +77,7 @@ def test_what_differs_from_rank_to_rank_is_named_on_all(pools: Pools, module: An
 
 
 OTHER: dict[str, dict[str, Any]] = {
-    # what all ranks say -> what rank 1 is told otherwise
+    # message on all ranks -> options that only rank 1 gets
     "data_parallel_size is 1 on rank 0 and 2 on rank 1": {"data_parallel_size": 2},
     "state_dict_type is full on rank 0 and sharded on rank 1": {"state_dict_type": "sharded"},
     "delay is 1 on rank 0 and 0 on rank 1": {"strategy": "sync"},
@@ -98,6 +98,6 @@ def test_what_strategies_must_share(pools: Pools, said: str) -> None:
 
 
 def test_a_sample_per_replica_is_enough(pools: Pools) -> None:
-    """Even if that is fewer samples than microbatches."""
+    """One sample per replica is enough, even if there are more microbatches than samples."""
     run = Run(Net, options={"data_parallel_size": 2, "microbatches": 3}, samples=2, shuffle=True)
     assert {result["global_step"] for result in pools.run(4, fit, run)} == {1}

@@ -1,4 +1,4 @@
-"""Ranks with any numbers of evaluation batches end together, and leave no message behind."""
+"""Ranks with any numbers of evaluation batches stop together, and leave no message behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Place = tuple[int, int]
 
 
 def evaluate(rounds: StopRounds, loaders: list[int], told: Place | None) -> Place | None:
-    """Go through loaders with so many batches each; the loader and the batch at which all end."""
+    """Go through loaders with the given numbers of batches; return the loader and batch at which all ranks stop."""
     for loader, count in enumerate(loaders):
         for batch in range(count):
             if rounds.after_batch(told is not None and (loader, batch) >= told):
@@ -26,7 +26,7 @@ def evaluate(rounds: StopRounds, loaders: list[int], told: Place | None) -> Plac
 
 
 def random_evaluations(seed: int, number: int) -> list[tuple[int, list[list[int]], list[Place | None], Place | None]]:
-    """Evaluations one after the other: what each rank had, when it was told to end, and where it did."""
+    """Run random evaluations; return the batches of all ranks, when they were told to stop, and where this one did."""
     rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert group is not None
     draw, outcomes = random.Random(seed), []
@@ -37,10 +37,10 @@ def random_evaluations(seed: int, number: int) -> list[tuple[int, list[list[int]
             (draw.randrange(num_loaders), draw.randint(0, 9)) if draw.random() < 0.3 else None for _ in range(world)
         ]
         rounds = StopRounds(Mesh(1, world, rank, Groups(group, group)), behind)
-        for _ in range(draw.choice([1, 2])):  # it is as new after an end, whichever that was
+        for _ in range(draw.choice([1, 2])):  # the rounds can be reused, however an evaluation ended
             ended = evaluate(rounds, loaders[rank], told[rank])
             total = torch.ones(1)
-            dist.all_reduce(total, group=group)  # finds a message of another call, if any was left
+            dist.all_reduce(total, group=group)  # would receive a message left by another call
             assert total.item() == world
         outcomes.append((behind, loaders, told, ended))
     return outcomes
@@ -54,7 +54,7 @@ def test_all_ranks_end_where_they_have_to(pools: Pools) -> None:
         given = [(ask, counts) for ask, counts in zip(told, loaders) if ask is not None]
         if None in ended:
             assert set(ended) == {None}, "all or nobody"
-            # Only who was told after its last flag is not heard.
+            # A request is missed only if it came after the last flag of its rank.
             assert all(ask >= (len(counts) - 1, counts[-1]) for ask, counts in given)
             continue
         stopped += 1
@@ -69,5 +69,5 @@ def test_all_ranks_end_where_they_have_to(pools: Pools) -> None:
 
 
 def test_no_stage_waits_for_those_behind_it() -> None:
-    """With as many microbatches as stages the last one lags by less than a batch, with one by all the others."""
+    """The last of four stages lags by less than a batch with four microbatches, and by three batches with one."""
     assert (batches_behind(4, 4), batches_behind(4, 1)) == (2, 5)

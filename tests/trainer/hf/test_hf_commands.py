@@ -1,4 +1,4 @@
-"""The recipes train a small model over two stages, and become folders of transformers again."""
+"""Recipes train a small model over two stages, and their checkpoints can be exported as transformers folders."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ model_of: Callable[..., Any] = transformers.AutoModelForCausalLM.from_pretrained
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, text and conversations."""
+    """Return a folder with two models, text and conversations."""
     folder = tmp_path_factory.mktemp("place")
     make_folder(folder / "model")
     make_folder(folder / "others", vocab_size=280)
@@ -40,7 +40,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(folder: str, *arguments: str) -> None:
-    """``asyncpp ...`` in a process that stands where torchrun would have started it."""
+    """Run ``asyncpp ...`` in a process of a pool, which has an environment like torchrun's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(sys, "argv", ["asyncpp"])
@@ -48,7 +48,7 @@ def command(folder: str, *arguments: str) -> None:
 
 
 def trained(pools: Pools, place: Path, recipe: str, **given: dict[str, Any]) -> tuple[Path, dict[str, torch.Tensor]]:
-    """The last checkpoint of a recipe that two processes ran, and the weights in it."""
+    """Run a recipe in two processes, and return its last checkpoint and the weights in it."""
     cpu = {"accelerator": "cpu", "log_every_n_steps": 1}
     model = {"model_id": place / "model", "warmup_steps": 1}
     data = {"tokenizer": place / "model", "cache_dir": place / "cache", "num_workers": 0}
@@ -88,7 +88,7 @@ def test_continued_pretraining_becomes_a_folder_again(pools: Pools, place: Path)
 
 @pytest.mark.slow
 def test_adapters_over_processes_train_as_in_one(pools: Pools, tmp_path: Path) -> None:
-    """Here, where the processes have imported what it needs."""
+    """This test is in this file because the processes have already imported what it needs."""
     folder, arguments = make_folder(tmp_path / "llama", tie_word_embeddings=True), {"lora": hf.LORA}
     hf.check_equal_to_one(pools.run(2, hf.fit, folder, arguments, 0), folder, arguments)
 

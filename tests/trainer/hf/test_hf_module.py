@@ -1,4 +1,4 @@
-"""HFModule: stages train as one does, gradients are those of the mean over tokens, mistakes are told before."""
+"""HFModule trains alike with one or more stages, averages gradients over tokens, and reports mistakes early."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def made(folder: Path, **arguments: Any) -> HFModule:
 
 
 def fit(folder: Path, arguments: dict[str, Any], stages: int) -> dict[str, np.ndarray]:
-    """Train over processes (0), or with so many stages in one, and return this rank's weights."""
+    """Train over processes (``stages=0``) or with all stages in this process, and return this rank's weights."""
     L.seed_everything(SEED, verbose=False)
     module = made(folder, **arguments)
     how = ("delayed", {"stages": stages, "staleness": "uniform"}) if stages else ("async", {})
@@ -57,7 +57,7 @@ def test_stages_train_as_one_on_padded_batches(llama: Path, arguments: dict[str,
 
 
 def check_equal_to_one(results: list[dict[str, np.ndarray]], llama: Path, arguments: dict[str, Any]) -> None:
-    """The matrix that both stages hold is the same on both, under its first name; what is frozen stays."""
+    """Check that stages train as one: a shared matrix is equal on both, under its first name; frozen weights stay."""
     expected = fit(llama, arguments, 1)
     assert_equal_weights(joined_parts(results), expected)
     torch.manual_seed(SEED)
@@ -82,7 +82,7 @@ T5 = {"d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4, "d_kv": 8, "de
 def test_microbatches_have_the_gradient_of_the_whole_batch(
     tmp_path: Path, kind: str, head: str, config: dict[str, Any], arguments: dict[str, Any]
 ) -> None:
-    """However their targets are distributed among them; padding does not count."""
+    """The gradient does not depend on how targets are distributed over microbatches, and padding does not count."""
     module = made(make_folder(tmp_path / "m", kind, head, **config), **arguments)
     module.configure_model()
     module.eval()
@@ -102,7 +102,7 @@ def test_microbatches_have_the_gradient_of_the_whole_batch(
 
 
 def test_the_loss_is_the_models_own(llama: Path) -> None:
-    """Over all targets of a batch; and a part of it without any is 0."""
+    """The loss is the model's own over all targets of a batch; without targets, the loss and its weight are 0."""
     module = made(llama)
     module.configure_model()
     module.log = lambda *args, **kwargs: None  # type: ignore[method-assign, assignment]

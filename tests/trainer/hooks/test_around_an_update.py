@@ -1,4 +1,4 @@
-"""What users do around an update: it means what it means in one process, or ends the run on every rank."""
+"""User code around an update has the same effect as in one process, or ends the run on every rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEAST = {"microbatches": 4, "partition": "uniform"}
 
 
 def fit_noting(run: Run) -> dict[str, Any]:
-    """Train; what the module noted, too, and the next random number."""
+    """Train, and also return what the module noted and the next random number."""
     L.seed_everything(run.seed, verbose=False)
     module, trainer = run.module(run), make_trainer(run)
     trainer.fit(module, loader(run), val_loaders(run))
@@ -32,7 +32,7 @@ def fit_noting(run: Run) -> dict[str, Any]:
 
 
 class Counts(Net):
-    """What hooks see: a name, the step, the epoch, the learning rate; those of an update save and drain in vain."""
+    """Model whose hooks note step, epoch and learning rate; in those of an update, saving and draining must fail."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -67,7 +67,7 @@ class Counts(Net):
 
 
 def test_hooks_of_an_update_see_the_step_of_its_batch_and_cannot_drain(pools: Pools, tmp_path: Path) -> None:
-    """Whoever goes on after the refusal trains as if nothing was."""
+    """A run whose hooks catch the refusals trains as one that did not try to save or drain."""
     run = Run(Counts, options={"microbatches": 3}, scheduler="decay-step", val_samples=(9,))
     trainer = {"max_epochs": 2, "val_check_interval": 3, "accumulate_grad_batches": 2}
     run = replace(run, trainer={**trainer, "default_root_dir": str(tmp_path)})
@@ -81,7 +81,7 @@ def test_hooks_of_an_update_see_the_step_of_its_batch_and_cannot_drain(pools: Po
 
 
 class ClipsBySchedule(Net):
-    """The limit of a batch is set when it begins, and must not reach the update of the batch before."""
+    """Model that sets its clipping limit as a batch begins; the previous batch's update must not use it."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.trainer.gradient_clip_val = 0.02 * 0.5**batch_idx
@@ -89,7 +89,7 @@ class ClipsBySchedule(Net):
 
 @pytest.mark.parametrize("algorithm", ["value", "norm"])
 def test_a_batch_is_clipped_by_its_own_limit(pools: Pools, algorithm: str) -> None:
-    """The limit is certain where the pipeline drains after the batch; of a norm, ranks share what is clipped."""
+    """Updates are clipped as in a run that drains after every batch, also over ranks, which share the norm."""
     run = Run(ClipsBySchedule, "default", LEAST, {"gradient_clip_algorithm": algorithm}, optimizer="sgd")
     drained = replace(run, val_samples=(8,), trainer=run.trainer | {"val_check_interval": 1})
     expected = train(staged(drained))["weights"]
@@ -99,7 +99,7 @@ def test_a_batch_is_clipped_by_its_own_limit(pools: Pools, algorithm: str) -> No
 
 
 class NoisyGradients(Net):
-    """Trains on noise alone, and draws before gradients are zeroed."""
+    """Model that trains on random gradients alone, and draws random numbers before gradients are zeroed."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -124,7 +124,7 @@ def test_noise_of_an_update_is_that_of_the_stage_and_the_update(pools: Pools) ->
 
 
 class DecidesByItsLoss(Net):
-    """Ranks that do not know the loss take part in no update."""
+    """Model that steps only if the closure returns a loss, so ranks without the loss take part in no update."""
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         if optimizer_closure() is not None:
@@ -143,7 +143,7 @@ def test_a_batch_without_a_step_is_dropped_as_in_a_single_process() -> None:
 
 
 class SavesBetween(Net):
-    """Where the pipeline may be drained: around the batch, and in Lightning's closure before the step."""
+    """Model that saves where the pipeline may drain: around the batch, and in Lightning's closure before the step."""
 
     def save(self) -> None:
         self.trainer.save_checkpoint(os.path.join(self.trainer.default_root_dir, "between.ckpt"))
@@ -166,7 +166,7 @@ def test_a_drain_between_two_updates_changes_nothing(pools: Pools, tmp_path: Pat
 
 
 class SavesLate(Changing):
-    """Is called in the middle of the next batch."""
+    """Model that gathers the weights in a hook called in the middle of the next batch."""
 
     def change(self, batch_idx: int) -> None:
         self.trainer.strategy.full_state_dict()

@@ -1,4 +1,4 @@
-"""What changes weights after every batch or update means what it means in one process, whenever the pipeline drains."""
+"""Code that changes weights after a batch or update works as in one process, whenever the pipeline drains."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_neither_stages_nor_drains_matter(name: str) -> None:
-    """With stages that step ahead, the number of them does."""
+    """Weights depend neither on drains nor, unless stages step ahead, on the number of stages."""
     run, validating = RUNS[name], {"val_check_interval": 5 if name == "before a validation" else 1}
     one = train(staged(run, 3 if run.strategy == "default" else 1))
     three = train(staged(replace(run, trainer=run.trainer | validating)))
@@ -63,7 +63,7 @@ def test_ranks_are_as_one_process(pools: Pools, name: str) -> None:
 
 @pytest.mark.parametrize("module", [Projected, PutsOtherMemory, Shrinks])
 def test_without_delay_it_is_what_lightning_does(module: type[Net]) -> None:
-    # An even number of batches: of a last one alone Lightning takes half the gradient.
+    # The number of batches is even, because Lightning would halve the gradient of a single last batch.
     run = replace(changing(module, "plain"), options={}, dropout=0.0, samples=32)
     plain = train(run)["weights"]
     for name, weights in train(delayed(run, delay=0, microbatches=1))["weights"].items():
@@ -71,6 +71,6 @@ def test_without_delay_it_is_what_lightning_does(module: type[Net]) -> None:
 
 
 def test_callbacks_after_their_own_update_need_not_be_on_all_ranks(pools: Pools) -> None:
-    """Rank 1 is the first stage, which has gradients in flight."""
+    """Only rank 1 has the callback; it is the first stage, which has gradients in flight."""
     _, first = pools.run(2, fit, changing(OnSomeRanks))
     assert all(torch.from_numpy(weights).abs().max() < 0.3 for weights in first["weights"].values())

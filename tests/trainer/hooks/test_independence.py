@@ -1,4 +1,4 @@
-"""A training is the same again, for every number of stages, and whatever the process did before."""
+"""A training gives the same results for every number of stages, whatever the process did before."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_fabric_reads_what_the_trainer_reads(pools: Pools, plan: Evaluations) ->
 
 
 class Doubles(L.LightningDataModule):
-    """Takes batches to pieces, which a stage in the middle does not have."""
+    """Data module whose hook unpacks batches, which a stage in the middle does not have."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Doubles(L.LightningDataModule):
 
 
 def fit_prepared(run: Run) -> dict[str, Any]:
-    """The weights of all stages."""
+    """Train with the data module, and return the weights of all stages."""
     L.seed_everything(run.seed, verbose=False)
     trainer, data = make_trainer(run), Doubles(run)
     trainer.fit(Net(run), datamodule=data)

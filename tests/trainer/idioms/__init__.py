@@ -1,4 +1,4 @@
-"""Idioms of Lightning's documentation, each as a module or as arguments of a run: the rows of the page about them."""
+"""Idioms of Lightning's documentation as modules or Trainer arguments, for the rows of ``docs/reference/idioms.md``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SAMPLES = 24  # three batches
 
 @dataclass(frozen=True)
 class Idiom:
-    """Rows of ``docs/reference/idioms.md`` that one run tests.
+    """Rows of ``docs/reference/idioms.md`` that are tested by one run.
 
     Attributes:
-        rows: of each row a part that no other has, between bars.
-        module: makes the LightningModule from the run.
-        trainer: arguments of the Trainer.
-        says: where it is refused, a part of what is said.
-        metrics: whether what it logs equals what ``delayed_gradient`` logs.
+        rows: for each row a part that no other row has, separated by bars.
+        module: function that makes the LightningModule from the run.
+        trainer: Trainer arguments.
+        says: part of the error message, if the idiom is refused.
+        metrics: whether its metrics equal those of ``delayed_gradient``.
         processes: whether it is tested over processes, because ranks might differ.
     """
 
@@ -34,5 +34,5 @@ class Idiom:
     processes: bool = False
 
     def run(self, **more: Any) -> Run:
-        """The run that it is tested with."""
+        """Return the run that tests the idiom."""
         return Run(self.module, trainer={"max_epochs": 2, **self.trainer}, samples=SAMPLES, val_samples=(8,), **more)

@@ -1,4 +1,4 @@
-"""Idioms of the pages on data, and arguments of the Trainer."""
+"""Idioms of the pages on data and Trainer arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.trainer.idioms import SAMPLES, Idiom
 
 
 class Curriculum(Net):
-    """Changes what the loader has, and reads it."""
+    """Model that reads attributes of the training loader and changes its dataset."""
 
     def on_train_epoch_start(self) -> None:
         loader: Any = self.trainer.train_dataloader
@@ -25,12 +25,12 @@ class Curriculum(Net):
 
 
 def without_an_invalid_one(samples: list[Any]) -> Any:
-    """None where the first sample is the ninth of the training set."""
+    """Collate samples, or return ``None`` if the first one is the ninth of the training set."""
     return None if torch.equal(samples[0]["x"], Samples(SAMPLES)[8]["x"]) else default_collate(samples)
 
 
 class Estimated:
-    """A batch sampler whose length is only an estimate, and whose epochs differ."""
+    """Batch sampler whose length is only an estimate, and whose epochs differ."""
 
     epoch = 0
 
@@ -48,7 +48,7 @@ class NothingToCollate(Net):
 
 
 class Combines(Net):
-    """Two streams of different lengths at once, the shorter one again and again, and a batch of nothing among them."""
+    """Model fed by two streams of different lengths; the shorter one repeats, the longer one has a ``None`` batch."""
 
     def train_dataloader(self) -> Any:
         streams = [Stream(SAMPLES, 0), Stream(16, 3)]
@@ -62,7 +62,7 @@ class Combines(Net):
 
 
 class TransfersItself(Net):
-    """Each of the three hooks takes the batch to pieces, which a stage in the middle does not have."""
+    """Model whose three transfer hooks each unpack the batch, which a stage in the middle does not have."""
 
     def train_dataloader(self) -> Any:
         return DataLoader(Samples(SAMPLES, seed=self.current_epoch), batch_size=8)

@@ -30,7 +30,7 @@ class LogsTheNorm(L.Callback):
 
 
 class OwnHooks(Net):
-    """All of an update's: warm-up, a scheduler's step, gradients set to zero, clipped and looked at, weights read."""
+    """Model with many hooks of an update: warm-up, scheduler step; gradients zeroed, clipped and read; weights read."""
 
     def configure_callbacks(self) -> list[L.Callback]:
         return [after_own_update(LogsTheNorm())]
@@ -62,7 +62,7 @@ class OwnHooks(Net):
 
 
 class OneCycle(Net):
-    """For two groups, of which one may be empty on a stage."""
+    """Model with a OneCycleLR for two parameter groups, of which one may be empty on a stage."""
 
     def configure_optimizers(self) -> Any:
         decayed = [p for p in self.parameters() if p.ndim >= 2]
@@ -92,7 +92,7 @@ class Manual(Net):
 
 
 class Groups(Net):
-    """One for each parameter that is trained, by its position and that of its layer; rates are set in a hook."""
+    """Model with one group per trained parameter, by its position and its layer's; a hook changes the rates."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

@@ -1,4 +1,4 @@
-"""Idioms of the pages on the LightningModule: what steps and hooks do, compute and log."""
+"""Idioms of the pages on the LightningModule: what its steps and hooks do, compute and log."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class OutsideParameter(Net):
 
 
 class Contrasts(Net):
-    """Of all pairs of the batch a microbatch has fewer."""
+    """Model with a loss over all pairs of a batch; a microbatch has fewer pairs."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         z = self.model(batch["x"])
@@ -38,7 +38,7 @@ class Contrasts(Net):
 
 
 class PairsHooks(Net):
-    """Scales gradients by activations."""
+    """Model whose layers scale gradients by activations, with a queue between forward and backward hooks."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -54,7 +54,7 @@ def scale_by_activation(layer: Any, gradients: Any, _: Any) -> Any:
 
 
 class Ordinary(Net):
-    """What many modules do at once: other networks beside the model, buffers, metrics, values of all kinds."""
+    """Model that combines common idioms: networks beside the model, buffers, metrics, logged values of all kinds."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -98,7 +98,7 @@ class Ordinary(Net):
 
 
 class EndsTheEpoch(Net):
-    """In evaluation mode, and with the outputs of its validation collected."""
+    """Model that trains in evaluation mode, ends epochs early, and collects the outputs of its validation."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(replace(run, dropout=0.3))

@@ -1,6 +1,6 @@
-"""On a single machine nothing listens on an address that others could reach.
+"""On a single machine only torch's store listens on an address that other machines could reach.
 
-As a program, a training of two replicas, during which every rank writes what it listens on: FOLDER DEVICES.
+Run as a program with FOLDER DEVICES, this file trains two replicas; every rank writes the addresses it listens on.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from tests.helpers.programs import run_ranks
 from tests.helpers.trainer import Net, Run, Samples
 
 LOOPBACK, EVERYWHERE = {"127.0.0.1", "::1"}, {"::", "0.0.0.0"}
-AT_SETUP: list[str] = []  # what was listened on while the stages found each other
+AT_SETUP: list[str] = []  # addresses listened on while the stages connected
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads sockets in /proc")
 
 
 def listening_addresses() -> list[str]:
-    """The addresses of the TCP sockets that this process listens on, such as ``127.0.0.1`` or ``0.0.0.0``."""
+    """Return the addresses of TCP sockets that this process listens on, such as ``127.0.0.1`` or ``0.0.0.0``."""
     links = []
     for entry in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # closed meanwhile
@@ -43,7 +43,7 @@ def listening_addresses() -> list[str]:
 
 
 def _address(hexadecimal: str) -> str:
-    # Words of four bytes, each in the machine's own order: little-endian wherever this runs.
+    # These are words of four bytes, each in the machine's byte order, which is little-endian wherever this runs.
     words = [bytes.fromhex(hexadecimal[i : i + 8])[::-1] for i in range(0, len(hexadecimal), 8)]
     address = ipaddress.ip_address(b"".join(words))
     return str(getattr(address, "ipv4_mapped", None) or address)
@@ -76,7 +76,7 @@ def main(folder: Path, devices: int) -> None:
 
 
 def test_on_one_machine_loopback_alone_is_listened_on(tmp_path: Path) -> None:
-    """By ranks that somebody started by hand; torch's store, on rank 0, listens everywhere."""
+    """Ranks that were started by hand listen on loopback only; torch's store, on rank 0, may listen everywhere."""
     devices, port = 4, str(free_port())
     ranks = [{"LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_PORT": port} for rank in range(devices)]
     ended = run_ranks(("-m", "tests.trainer.launching.test_listening", str(tmp_path), str(devices)), tmp_path, ranks)

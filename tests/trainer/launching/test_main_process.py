@@ -1,4 +1,4 @@
-"""start_method="fork" and "spawn": the process that starts the ranks has afterwards what they trained, all of it."""
+"""With start_method="fork" or "spawn", the process that starts the ranks has the whole trained model afterwards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLAIN = Run(Net, options={"microbatches": 4}, samples=24, val_samples=(16,), tra
 
 
 def outcome_of(scenario: Callable[..., Any], *args: Any, timeout: float = 40.0) -> Outcome:
-    """Run a scenario; a hang fails the test, and all of its processes end."""
+    """Run a scenario in a new process group, and return its outcome; if it hangs, kill the group and fail the test."""
     context = worker_context()
     results = context.Queue()
     process = context.Process(target=_work, args=(results, scenario, args))
@@ -48,7 +48,7 @@ def outcome_of(scenario: Callable[..., Any], *args: Any, timeout: float = 40.0) 
 
 
 def run(scenario: Callable[..., Any], *args: Any, timeout: float = 40.0) -> Any:
-    """Run a scenario that must not fail."""
+    """Run a scenario that must not fail, and return its result."""
     outcome = outcome_of(scenario, *args, timeout=timeout)
     assert not outcome.error, outcome.trace
     return outcome.value
@@ -67,13 +67,13 @@ def _work(results: Any, scenario: Callable[..., Any], args: tuple) -> None:
 
 
 def starting(run: Run, devices: int, method: str = "fork", **more: Any) -> L.Trainer:
-    """A Trainer that starts its ranks itself."""
+    """Return a Trainer that starts its ranks itself."""
     os.environ.update(WORLD_SIZE=str(devices), LOCAL_WORLD_SIZE=str(devices))
     return make_trainer(replace(run, options=run.options | {"start_method": method}), **more)
 
 
 class Lazy(PipelineModule, Net):
-    """Built on the meta device, by the ranks; what a buffer outside of the state_dict holds, its layer knows."""
+    """Model that ranks build on the meta device; its layer fills a buffer that is not in the state_dict."""
 
     def __init__(self, run: Run) -> None:
         Net.__init__(self, run)
@@ -103,7 +103,7 @@ CASES: dict[str, tuple[Run, int]] = {
 
 
 def fit_from_outside(run: Run, devices: int, method: str) -> dict[str, Any]:
-    """Train; what the process that is no rank has then."""
+    """Train, and return what the starting process, which is not a rank, has afterwards."""
     L.seed_everything(run.seed, verbose=False)
     module = run.module(run)
     trainer = starting(run, devices, method)
@@ -121,7 +121,7 @@ def fit_from_outside(run: Run, devices: int, method: str) -> dict[str, Any]:
     [*((case, "fork") for case in CASES), pytest.param("built by the ranks", "spawn", marks=pytest.mark.slow)],
 )
 def test_the_starting_process_has_the_trained_model(case: str, method: str, tmp_path: Path) -> None:
-    """The same training in one process says what is right."""
+    """The starting process has the model and metrics that the same training gives in one process."""
     of, devices = CASES[case]
     kept, own = (replace(of, callbacks=(*of.callbacks, saving(tmp_path / name))) for name in ("kept", "own"))
     (expected,), found = ONE_PROCESS.run(devices, fit, kept), run(fit_from_outside, own, devices, method, timeout=200.0)
@@ -133,7 +133,7 @@ def test_the_starting_process_has_the_trained_model(case: str, method: str, tmp_
 
 
 def live_on() -> dict[str, Any]:
-    """What follows a fit in a notebook, with the same module: another fit, by another Trainer, and a validation."""
+    """Fit, then fit and validate the same module with other Trainers, as in a notebook."""
     L.seed_everything(SEVERAL.seed, verbose=False)
     module = SEVERAL.module(SEVERAL)
     first = starting(SEVERAL, 2, enable_checkpointing=True)
@@ -146,14 +146,14 @@ def live_on() -> dict[str, Any]:
 
 
 def test_what_follows_goes_on_from_the_trained_model() -> None:
-    """On another number of stages, too: the module was never cut."""
+    """Later runs continue from the trained model, also with other numbers of stages, since the module was never cut."""
     (expected,), found = ONE_PROCESS.run(3, train_twice_and_validate, SEVERAL), run(live_on)
     assert_equal_weights(found["weights"], expected["weights"])
     assert found["losses"] == expected["losses"]
 
 
 class Fails(Net):
-    """Raises on one rank."""
+    """Model that raises an error on one rank."""
 
     on_rank = 2
 
@@ -163,7 +163,7 @@ class Fails(Net):
 
 
 def fail_and_mend() -> Any:
-    """The model after the same Trainer ran again: the error of a cell of a notebook changed nothing."""
+    """Check that a failed fit, as in a notebook cell, changes no weights; fit again, and return the model's state."""
     L.seed_everything(PLAIN.seed, verbose=False)
     module, trainer = Fails(PLAIN), starting(PLAIN, 3, enable_checkpointing=False)
     before = arrays({name: tensor.clone() for name, tensor in module.state_dict().items()})
@@ -180,7 +180,7 @@ def test_a_failure_of_a_rank_reaches_the_starting_process() -> None:
     assert_equal_weights(run(impatient, fail_and_mend), expected["full_afterwards"])
 
 
-# As a cell of a notebook: a class that no file has, and sys.ps1, by which Lightning knows a session.
+# Like a notebook cell, this defines a class outside any file, and sys.ps1, by which Lightning detects a session.
 CELL = """
 import sys
 sys.ps1 = ">>> "

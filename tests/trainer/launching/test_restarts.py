@@ -1,6 +1,6 @@
-"""torchrun brings a run back by itself, from its last checkpoint.
+"""torchrun restarts a run from its last checkpoint.
 
-As a program, such a run: the folder for what it leaves, and the signal that rank 1 sends to itself, once.
+Run as a program, this file is such a run. Its arguments are an output folder and the signal that rank 1 sends itself.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ KILLED_AT = 7
 
 
 def run_in(folder: Path) -> Run:
-    """12 mini-batches over epochs of 5, with a checkpoint after every second."""
+    """Return a run of 12 mini-batches in epochs of 5, with a checkpoint after every second mini-batch."""
     trainer = {"max_epochs": -1, "max_steps": 12, "enable_checkpointing": True, "gradient_clip_val": 0.5}
     callbacks = (saving(folder / "checkpoints", save_last=True, every_n_train_steps=2),)
     return replace(RESUMABLE_RUN, module=Resumable, trainer=trainer, callbacks=callbacks, val_samples=(20,))
 
 
 class Killed(L.Callback):
-    """Notes how often the run was started, and sends the signal in the first of them."""
+    """Callback that records every start of the run on rank 1, and sends this rank the signal after the first start."""
 
     def __init__(self, folder: Path, number: int) -> None:
         self.started, self.number = folder / "started", number
@@ -54,7 +54,7 @@ class Killed(L.Callback):
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_torchrun_restarts_from_the_last_checkpoint(number: int, tmp_path: Path) -> None:
-    """A killed rank loses what follows the last checkpoint, one that is told to end loses nothing."""
+    """A killed run repeats the steps after its last checkpoint; one that is ended by SIGTERM repeats none."""
     command = ["timeout", "-k", "10", "250", *TORCHRUN, __file__, str(tmp_path), str(int(number))]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)

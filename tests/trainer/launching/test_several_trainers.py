@@ -1,4 +1,4 @@
-"""Several Trainers one after the other, as in plain Lightning."""
+"""Several Trainers can run one after the other, as in plain Lightning."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import os
 import sys
 import time
 from typing import Any
-from unittest.mock import patch
 
 import lightning as L
 import numpy as np
 import pytest
 
-from lightning_asyncpp.core.ranks import mesh
 from lightning_asyncpp.trainer.step_log import EPOCH_ENDS
 from tests.helpers.oracle import assert_equal_weights
 from tests.helpers.pool import Pools
@@ -25,7 +23,7 @@ RUN = Run(Net, optimizer="muon", error_feedback=True, samples=24, val_samples=(1
 
 
 class Copies(L.Callback):
-    """Keeps a mean of the weights in a copy of the module, as users write it."""
+    """Callback that keeps a mean of the weights in a copy of the module, as users write it."""
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.mean = copy.deepcopy(module)
@@ -36,7 +34,7 @@ class Copies(L.Callback):
 
 
 def train_twice_and_validate(run: Run) -> dict[str, Any]:
-    """Two trainings and a validation, each by a Trainer of its own, on the same module, with a copy of it."""
+    """Fit a module twice and validate it, each with a new Trainer; a callback copies the module in the second fit."""
     L.seed_everything(run.seed, verbose=False)
     module, copies = run.module(run), Copies()
     make_trainer(run).fit(module, loader(run))
@@ -52,7 +50,7 @@ def train_twice_and_validate(run: Run) -> dict[str, Any]:
 
 
 def test_the_next_trainer_goes_on_where_the_last_one_stopped(pools: Pools) -> None:
-    """And a copy of the module is a plain one."""
+    """The next Trainer starts from the last one's weights, and a copy of the module is a plain module."""
     (expected,), ranks = (where.run(3, train_twice_and_validate, RUN) for where in (ONE_PROCESS, pools))
     assert_equal_weights(ranks[0]["weights"], expected["weights"])
     for rank in ranks:
@@ -62,11 +60,10 @@ def test_the_next_trainer_goes_on_where_the_last_one_stopped(pools: Pools) -> No
 
 
 def threads_after_a_run() -> int:
-    """Threads of this rank; those of the run's groups end when the next are made."""
-    with patch.object(mesh, "GRACE_SECONDS", 0.0):
-        fit(Run(Net, "async", {"microbatches": 2}))
+    """Train, and return this rank's number of threads; those of a run's process groups end before the next run."""
+    fit(Run(Net, "async", {"microbatches": 2}))
     gc.collect()
-    time.sleep(0.2)  # a thread that was told to end is listed until it has
+    time.sleep(0.2)  # a thread is listed until it has really ended
     return len(os.listdir("/proc/self/task"))
 
 

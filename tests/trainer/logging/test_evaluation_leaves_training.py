@@ -1,4 +1,4 @@
-"""Evaluation in between changes nothing of a training: weights, buffers, losses and data are those without, bitwise."""
+"""A training with evaluations has bitwise the weights, buffers, losses and data of one without them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check(pools: Pools | OneProcess, evaluations: Evaluations, stages: int, repl
             assert_equal_weights(found[kind], expected[kind])
         for name in ("losses", "epochs", "counted", "left_over"):
             assert found[name] == expected[name], name
-        assert sorted(found["batches"]) == sorted(expected["batches"])  # stages of one process take turns
+        assert sorted(found["batches"]) == sorted(expected["batches"])  # the order of stages in one process may differ
         assert found["callback_metrics"] == with_them[0]["callback_metrics"]
     if evaluations.trainer.get("limit_val_batches") != 0 and evaluations.trainer.get("check_val_every_n_epoch") != 2:
         assert with_them[0]["validations"]
@@ -60,7 +60,7 @@ def test_over_processes(pools: Pools, name: str, stages: int, replicas: int) -> 
 
 
 def test_a_checkpoint_of_a_validation_holds_the_generators_of_the_training(tmp_path: Path) -> None:
-    """It is saved where the validation's generators are in place; those are taken up, too, by the next validation."""
+    """A checkpoint saved while the validation's generators are in use restores these and those of the training."""
     evaluations = Evaluations(shuffled=True)
     saving = (ModelCheckpoint, {"dirpath": tmp_path, "monitor": "val_loss", "save_top_k": -1, "filename": "{step}"})
     run = replace(RUN, callbacks=(saving,), trainer={"max_epochs": 3, "enable_checkpointing": True})
@@ -74,7 +74,7 @@ def test_a_checkpoint_of_a_validation_holds_the_generators_of_the_training(tmp_p
 
 
 def draw_case(seed: int) -> tuple[Evaluations, int, int]:
-    """Evaluations of a training, its stages and replicas; the same ones for the same seed."""
+    """Return random evaluations and numbers of stages and replicas, which are determined by the seed."""
     rng = random.Random(seed)
     trainer: dict[str, Any] = {
         "val_check_interval": rng.choice([1, 2, 3, 0.5, 1.0]),

@@ -1,4 +1,4 @@
-"""What is logged, in steps and in hooks, with the step that it belongs to, and that all ranks know the same."""
+"""Values are logged in steps and hooks with the step that they belong to, and are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def weighted(losses: list[float]) -> float:
 
 
 def test_files_hold_every_step_once(pools: Pools, tmp_path: Path) -> None:
-    """On rank 0 callbacks see a batch's own metrics, on others those of the last drain."""
+    """Callbacks see the metrics of their own batch on rank 0, and those of the last drain on other ranks."""
     trainer = {"logger": "files", "default_root_dir": str(tmp_path), "max_epochs": 2}
     run = Run(Net, samples=SAMPLES, trainer=trainer)
     results = pools.run(3, fit, run)
@@ -46,7 +46,7 @@ def test_files_hold_every_step_once(pools: Pools, tmp_path: Path) -> None:
     assert found == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in enumerate(losses)]
     first, _, other = ([metrics.get("train_loss_step") for metrics in result["metrics"]] for result in results)
     assert first == pytest.approx(losses, rel=1e-6)
-    assert results[0]["losses"] == pytest.approx(losses, rel=1e-6)  # the last stage returns the batch's own
+    assert results[0]["losses"] == pytest.approx(losses, rel=1e-6)  # the last stage returns the batch's own loss
     assert other == [None] * 4 + [first[4]] * 5 + [first[9]]
 
 
@@ -72,7 +72,7 @@ def check_reductions(records: list[Any], run: Run, replicas: int) -> None:
 
 
 def test_reductions_over_microbatches(pools: Pools) -> None:
-    """The last batch is cut into microbatches of other sizes than the others are."""
+    """Metrics are reduced over microbatches; those of the last batch have other sizes than the others."""
     run = Run(SumsAndExtremes, samples=SAMPLES, shuffle=True, options={"microbatches": 3}, trainer={"logger": "list"})
     check_reductions(ONE_PROCESS.run(3, fit, run)[0]["records"], run, 1)
     run = replace(run, options=run.options | {"data_parallel_size": 2}, samples=SAMPLES - 1, batch_size=4)
@@ -83,7 +83,7 @@ STAGES = 3
 
 
 class LogsEverywhere(L.Callback):
-    """Logs numbers that do not depend on the model in every hook that may; epochs and loaders average them."""
+    """Callback that logs numbers in every hook that may; they are averaged and do not depend on the model."""
 
     def on_train_epoch_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         module.log_dict({"epoch_start": 10.0 + trainer.current_epoch})
@@ -112,7 +112,7 @@ class Computes(MetricNet):
 
 @pytest.mark.filterwarnings("ignore")
 def test_hooks_log_what_they_log_in_plain_lightning(pools: Pools) -> None:
-    """On every rank, although the last stage alone has losses."""
+    """All ranks have the metrics of plain Lightning, although only the last stage has losses."""
     run = Run(Computes, "sync", {"microbatches": STAGES}, val_samples=(16,), callbacks=((LogsEverywhere, {}),))
     run = replace(run, samples=36, trainer={"max_epochs": 2, "logger": "list"})
     plain, results = fit(replace(run, strategy="plain", options={})), pools.run(STAGES, fit, run)
@@ -124,7 +124,7 @@ def test_hooks_log_what_they_log_in_plain_lightning(pools: Pools) -> None:
 
 
 class LogsItsLoss(L.Callback):
-    """Off the last stage there is no loss."""
+    """Callback that logs the loss of a batch, which only the last stage has."""
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if outputs:
@@ -140,14 +140,14 @@ def test_a_checkpoint_that_monitors_what_one_stage_logs_is_the_same_on_all(pools
 
 
 class SkipsRest(Net):
-    """Ends the first epoch after two batches of five."""
+    """Model that ends the first epoch after two of five batches."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if batch_idx == 2 and self.current_epoch == 0 else None
 
 
 def test_an_epoch_that_is_cut_short_loses_no_update_and_no_metric() -> None:
-    """And the next one has its own."""
+    """A shortened epoch has all its updates and metrics, and the next epoch has metrics of its own."""
     run = Run(SkipsRest, options={"microbatches": STAGES}, trainer={"max_epochs": 2, "logger": "list"})
     short = replace(run, module=Net, trainer={"max_epochs": 1, "logger": "list", "limit_train_batches": 2})
     (expected,), (found,) = (ONE_PROCESS.run(STAGES, fit, of) for of in (short, run))
@@ -160,7 +160,7 @@ def test_an_epoch_that_is_cut_short_loses_no_update_and_no_metric() -> None:
 
 
 class ReturnsPredictions(Net):
-    """Callbacks and hooks see what a step returns, on the last stage."""
+    """Model that returns predictions with its loss, and records the shapes of the outputs that its hook gets."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

@@ -1,4 +1,4 @@
-"""What evaluations measure: the same on all ranks, as in a single process, and whoever wrote the checkpoint."""
+"""Metrics of evaluations are the same on all ranks as in a single process, also for a checkpoint of another run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CLASSES = 3
 
 
 class ClassifierNet(Net):
-    """Measures its validations with torchmetrics objects: some are logged, some computed where the epoch ends."""
+    """Model with torchmetrics objects in its validation: one is logged, the others are computed at the epoch's end."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -81,19 +81,19 @@ def test_callbacks_decide_alike_on_what_torchmetrics_objects_say(pools: Pools, t
 
 
 def evaluate_checkpoint(run: Run, path: str) -> dict[str, Any]:
-    """``validate`` and ``predict`` of a checkpoint, by a module with other weights."""
+    """Validate and predict with a checkpoint, loaded into a module with other weights."""
     L.seed_everything(run.seed + 1, verbose=False)
     module, trainer = run.module(run), make_trainer(run, enable_checkpointing=False)
     for parameter in module.parameters():
         torch.nn.init.constant_(parameter, 3.0)
     metrics = trainer.validate(module, val_loaders(run), ckpt_path=path, weights_only=True, verbose=False)
     predicted = trainer.predict(module, val_loaders(run), ckpt_path=path, weights_only=True)
-    # Replicas have a part each, and stages before the last one nothing.
+    # Each replica has a part of the predictions, and stages before the last one have none.
     return {"metrics": metrics[0], "predicted": [batch.numpy() for batch in predicted or [] if batch is not None]}
 
 
 def test_a_checkpoint_has_the_same_metrics_wherever_it_is_evaluated(pools: Pools, tmp_path: Path) -> None:
-    """To the bit where the same microbatches run; whole batches, and sums over replicas, are rounded otherwise."""
+    """Metrics are bitwise equal for the same microbatches; whole batches and sums over replicas round differently."""
     path = str(tmp_path / "written.ckpt")
     written = (saving(tmp_path, filename="written", save_top_k=1),)
     pools.run(2, fit, replace(RUN, trainer={**RUN.trainer, "max_epochs": 1}, callbacks=written))
@@ -106,7 +106,7 @@ def test_a_checkpoint_has_the_same_metrics_wherever_it_is_evaluated(pools: Pools
     replicas = pools.run(4, evaluate_checkpoint, REPLICAS, path)
     plain = evaluate_checkpoint(replace(RUN, strategy="plain"), path)
     for ranks, in_order in ((replicas, partial(np.sort, axis=0)), ([plain], np.asarray)):
-        found = np.concatenate([part for rank in ranks for part in rank["predicted"]])  # a replica has every other one
+        found = np.concatenate([part for rank in ranks for part in rank["predicted"]])  # samples alternate by replica
         np.testing.assert_allclose(in_order(found), in_order(wanted), rtol=0, atol=1e-6)
         assert all(rank["metrics"] == ranks[0]["metrics"] for rank in ranks)
         assert ranks[0]["metrics"] == pytest.approx(expected["metrics"], rel=1e-6)
@@ -119,7 +119,7 @@ COLLECTIVES = (
 
 
 def numbers_of_collectives(what: str, samples: int) -> list[int]:
-    """How often each that somebody waits in is called, by Lightning and torchmetrics, too."""
+    """Return the number of blocking calls of each collective, including those by Lightning and torchmetrics."""
     run = Run(Net, val_samples=(samples,))
     with ExitStack() as stack:
         spies = [stack.enter_context(patch.object(dist, name, wraps=getattr(dist, name))) for name in COLLECTIVES]

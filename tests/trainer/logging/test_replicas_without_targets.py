@@ -1,4 +1,4 @@
-"""Whoever has no targets, or does not log a name, says nothing about means: those of the others are one process's."""
+"""Replicas without targets, or without a logged value, do not affect means, which equal those of one process."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from tests.helpers.cases import DIM
 from tests.helpers.pool import Pools
 from tests.helpers.trainer import Net, Run, fit
 
-BATCH, BATCHES, REPLICAS = 8, 4, 2  # samples of a batch of all replicas together
+BATCH, BATCHES, REPLICAS = 8, 4, 2  # BATCH: samples of a batch over all replicas
 
 
 class Counting(Net):
-    """Its values are means and sums over the targets that count; its weights stay, so that all runs see the same."""
+    """Model that logs means and sums over unmasked targets; its weights never change, so all runs log the same."""
 
     def __init__(self, run: Run, masked: Sequence[int]) -> None:
         super().__init__(run)
         self.masked, self.mean, self.val_mean = masked, MeanMetric(), MeanMetric()
 
     def train_dataloader(self) -> Any:
-        """Every replica has every second sample."""
+        """Return a loader of this replica's samples: with two replicas, every second one."""
         x = torch.randn(BATCH * BATCHES, DIM, generator=torch.Generator().manual_seed(1))
         keep = torch.ones(len(x), dtype=torch.bool)
         keep[self.masked] = False
@@ -49,7 +49,7 @@ class Counting(Net):
         loss = losses.sum() / max(count, 1)
         if self.run.strategy != "plain":
             self.log(f"{name}loss", loss, on_epoch=True)
-        elif count:  # what a single process says of its means
+        elif count:  # in plain Lightning, the weight of the mean is given by hand
             self.log(f"{name}loss", loss, on_epoch=True, batch_size=count)
         self.log(f"{name}count", float(count), reduce_fx="sum", on_step=False, on_epoch=True)
         if count:
@@ -69,12 +69,12 @@ class Counting(Net):
 
 
 def of_replica(batch: int, replica: int) -> list[int]:
-    """The samples of a batch that a replica has."""
+    """Return the samples of a batch that a replica has."""
     return list(range(batch * BATCH + replica, (batch + 1) * BATCH, REPLICAS))
 
 
 def logged(run: Run) -> dict[str, float]:
-    """What a training logs of epochs; nobody is told to set ``sync_dist``."""
+    """Train, and return the metrics except ``loss_step``; fail if a warning recommends ``sync_dist``."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*sync_dist.*")
         metrics: dict[str, float] = fit(run)["callback_metrics"]
