@@ -14,6 +14,7 @@ import pytest
 from research.ablations.extrapolation import Gaps, predict
 from research.ablations.law import BESIDES, fit, points_of, shares
 from research.ablations.lengths import updates_over
+from research.ablations.plots import gaps_by_update
 from research.ablations.recipe import Recipe
 from research.ablations.rows import Key, Row, Run
 from research.ablations.search import best_lr, learning_rates, make_plan
@@ -141,3 +142,16 @@ def test_updates_to_a_loss_are_read_from_the_curve_without_delay() -> None:
     fresh, old = Ablation.of("", [*syncs, *late]).results.values()
     ratios = updates_over(fresh, old, curves)
     assert ratios.to_dict() == {1: pytest.approx(600 / 450), 2: pytest.approx(600 / 630)}
+
+
+def test_gaps_by_update_are_paired_by_seed() -> None:
+    runs = [run(1.0, s, delay=delay) for delay in ("0", "least", "least begin=2") for s in (1, 2)]
+    losses = {"0": {1: (2.0, 1.0), 2: (2.5, 1.5)}, "least": {1: (2.2, 1.1), 2: (2.5, 1.5)}, "least begin=2": {}}
+    rows = [(r.cell, step, "val_loss", value) for r in runs
+            for step, value in zip((5, 10), losses[r.key.row.delay].get(r.key.seed, ()))]  # fmt: skip
+    curves = pd.DataFrame(rows, columns=["cell", "step", "metric", "value"])
+    lines = gaps_by_update(Ablation.of("", runs), curves)["Muon"]
+    assert [(step, gap.round(9).to_dict()) for step, gap in lines["least"]] == [
+        (5, {1: 0.2, 2: 0.0}),
+        (10, {1: 0.1, 2: 0.0}),
+    ]
