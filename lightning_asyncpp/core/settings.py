@@ -89,6 +89,7 @@ class PipelineSettings:
     data_parallel_size: int = 1
     staleness: Staleness = "uniform"
     slack: Slack = 0
+    synchronous_start: int = 0
     weight_dtype: Literal["bf16"] | None = None
     partition: Literal["auto", "uniform"] | Sequence[int] = "auto"
     nonfinite_gradients: Literal["stop", "skip"] = "stop"
@@ -129,7 +130,10 @@ class PipelineSettings:
         problems += self._problems_of_schedule(num_stages, microbatches, lookahead)
         if problems:
             return None, problems
-        found = {"num_stages": num_stages, "microbatches": microbatches, "lookahead": lookahead}
+        start = self.synchronous_start if agrees_first(self.staleness, self.slack) else max(1, self.synchronous_start)
+        found = {
+            "num_stages": num_stages, "microbatches": microbatches, "lookahead": lookahead, "synchronous_start": start,
+        }  # fmt: skip
         return ResolvedSettings(**vars(self) | found), []
 
     def resolved(self, world_size: int) -> ResolvedSettings:
@@ -143,11 +147,11 @@ class PipelineSettings:
         """Return the settings with another delay, such as 0 for the synchronous counterpart."""
         if delay:
             return replace(self, delay=delay)
-        return replace(self, delay=0, staleness="uniform", slack=0)
+        return replace(self, delay=0, staleness="uniform", slack=0, synchronous_start=0)
 
     def _type_problems(self) -> dict[str, str]:
         optional = ("microbatches", "lookahead")
-        whole = (*optional, "data_parallel_size", "delay")
+        whole = (*optional, "data_parallel_size", "delay", "synchronous_start")
         values = {name: getattr(self, name) for name in whole}
         return {
             name: f"{name}={value!r} must be a whole number"
@@ -184,6 +188,10 @@ class PipelineSettings:
             return [f"slack={self.slack!r} has no meaning without a delay: leave it out"]
         if self.slack and self.staleness != "least":
             return [f"slack={self.slack!r} has a meaning only with staleness='least': set this, or leave slack out"]
+        if self.synchronous_start < 0:
+            return [f"synchronous_start={self.synchronous_start} must be a number of updates, 0 or more"]
+        if self.synchronous_start and self.delay == 0:
+            return [f"synchronous_start={self.synchronous_start} has no meaning without a delay: leave it out"]
         return []
 
     def _resolved_microbatches(self, num_stages: int) -> int:
@@ -232,6 +240,8 @@ class ResolvedSettings(PipelineSettings):
 
     Attributes:
         num_stages: number of stages P.
+        synchronous_start: number of initial mini-batches without delay, at least 1 if stages clip with the previous
+            mini-batch's norm.
     """
 
     num_stages: int
@@ -243,11 +253,6 @@ class ResolvedSettings(PipelineSettings):
         """Dtype of weights made from masters (fp32 weights that the optimizer updates); None without masters."""
         return torch.bfloat16 if self.weight_dtype == "bf16" else None
 
-    @property
-    def synchronous_start(self) -> int:
-        """Number of initial mini-batches without delay: 1 if stages clip with the previous mini-batch's norm, or 0."""
-        return 0 if agrees_first(self.staleness, self.slack) else 1
-
     def describe(self, schedules: Sequence[Schedule] | None = None) -> str:
         """Return a description for the log: microbatches, and age of gradients.
 
@@ -257,7 +262,8 @@ class ResolvedSettings(PipelineSettings):
         schedules = schedules or [self.schedule(stage) for stage in range(self.num_stages)]
         oldest = max(schedule.stage_rule.staleness(self.microbatches) for schedule in schedules)
         share = "each gradient" if oldest == 1 else f"up to {oldest:.0%} of each gradient"
-        age = f"{share} is one update old" if oldest else "no gradient is old"
+        start = f" after {self.synchronous_start} updates" if self.synchronous_start > 1 else ""
+        age = f"{share} is one update old{start}" if oldest else "no gradient is old"
         return f"{self.microbatches} microbatches; {age}"
 
     def schedule(self, stage: int, shares_with: int | None = None) -> Schedule:

@@ -97,6 +97,7 @@ class PipelineStrategyMixin:
         slack: with ``staleness="least"``, number of further microbatches on the older weights; while these run,
             gradients can be summed over replicas. ``"exact"``: all stages run as many microbatches on the older weights
             as the first stage, so that clipping is exact and non-finite gradients can be skipped.
+        synchronous_start: number of updates without a delay at the start of the training, with a flush after each.
         lookahead: extra microbatches in flight, up to ``microbatches`` - P + 1, one less with replicas. The extra
             microbatches hide latency and jitter, cost activation memory, and run on the older weights with
             ``staleness="least"``. Default: 0; with ``staleness="uniform"`` 1 if that is not too many.
@@ -143,6 +144,7 @@ class PipelineStrategyMixin:
         microbatches: int | None = None,
         staleness: Staleness | None = None,
         slack: Slack = 0,
+        synchronous_start: int = 0,
         lookahead: int | None = None,
         data_parallel_size: int = 1,
         partition: Literal["auto", "uniform"] | list[int] = "auto",
@@ -167,6 +169,7 @@ class PipelineStrategyMixin:
             staleness,
             microbatches=microbatches,
             slack=slack,
+            synchronous_start=synchronous_start,
             lookahead=lookahead,
             data_parallel_size=data_parallel_size,
             partition=partition,

@@ -16,7 +16,8 @@ class OneDeviceMixin(PipelineStrategyMixin):
     Args:
         stages: number of stages. With one stage, a model that declares no layers is not cut, so any one works.
         delay: 1 to train like ``async_pipeline``, 0 like ``sync_pipeline``.
-        microbatches, slack, lookahead, partition, weight_dtype, nonfinite_gradients: as for ``async_pipeline``.
+        microbatches, slack, synchronous_start, lookahead, partition, weight_dtype, nonfinite_gradients: as for
+            ``async_pipeline``.
         staleness: as for ``async_pipeline``; with one stage always ``"uniform"``: gradients are ``delay`` updates old.
     """
 
@@ -27,6 +28,7 @@ class OneDeviceMixin(PipelineStrategyMixin):
         microbatches: int | None = None,
         staleness: Staleness | None = None,
         slack: Slack = 0,
+        synchronous_start: int = 0,
         lookahead: int | None = None,
         partition: Literal["auto", "uniform"] | list[int] = "auto",
         weight_dtype: Literal["bf16"] | None = None,
@@ -39,6 +41,7 @@ class OneDeviceMixin(PipelineStrategyMixin):
             microbatches,
             "uniform" if stages == 1 else staleness,
             slack,
+            synchronous_start,
             lookahead,
             partition=partition,
             weight_dtype=weight_dtype,

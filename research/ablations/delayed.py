@@ -168,8 +168,8 @@ class DelayedGPTModule(GPTModule):
     For dense models without dropout, without gradient accumulation, and clipped by norm or not at all.
 
     Args:
-        pipeline: arguments of ``DelayedGradientStrategy``; besides them ``begin`` and ``end``: only the gradients of
-            updates from ``begin`` to before ``end`` are old, as if all others were made under ``sync_pipeline``.
+        pipeline: arguments of ``DelayedGradientStrategy``; and ``end``: from this update on no gradient is old, as in
+            a training that is resumed under ``sync_pipeline``.
         wire: what activations and their gradients are rounded to between stages: ``fp32`` (not at all), ``bf16``,
             ``fp8`` or ``int8``.
         norm: norm that gradients are clipped by: as in a pipeline with this ``schedule``; always that of the
@@ -188,17 +188,17 @@ class DelayedGPTModule(GPTModule):
         if self.config.moe is not None:
             raise ValueError("config.moe: experts are counted per microbatch, so they need strategy='delayed_gradient'")
         self.pipeline, self.wire, self.norm = dict(pipeline or {}), wire, norm
-        self.begin, self.end = self.pipeline.pop("begin", 0), self.pipeline.pop("end", math.inf)
+        self.end = self.pipeline.pop("end", math.inf)
         self._norm_before = 0.0
         self._delayed: list[DelayedGPT] = []  # in a list, so that the copy is no part of the module
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Cut the model and copy it, where the delay begins or ends."""
+        """Cut the model and copy it, at the start and where the delay ends."""
         update = self.trainer.global_step
-        if update not in (0, self.begin, self.end):
+        if update not in (0, self.end):
             return
         assert self.model is not None
-        pipeline = self.pipeline if self.begin <= update < self.end else {"delay": 0}
+        pipeline = self.pipeline if update < self.end else {"delay": 0}
         self._delayed = [DelayedGPT(self.model, pipeline, self.wire)]
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:

@@ -120,12 +120,12 @@ def gaps_by(ablation: Ablation, place: Callable[[Row], float | None], **without:
 
 
 def gaps_by_update(ablation: Ablation, curves: pd.DataFrame) -> Points:
-    """Return the gaps to the run without delay at every validation, where a delay begins within a training."""
+    """Return the gaps to the run without delay at every validation, where a training starts synchronously."""
     found: Points = {}
     for row in sorted(ablation.results, key=ablation.order):
         sync = ablation.sync(row.group)
         others = [one.delay for one in ablation.results if one.group == row.group]
-        if row.setting != NO_DELAY and sync is not None and any("begin=" in other for other in others):
+        if row.setting != NO_DELAY and sync is not None and any("synchronous_start=" in other for other in others):
             gap = (_by_update(ablation.results[row], curves) - _by_update(sync, curves)).dropna(how="all")
             found.setdefault(row.group.label, {})[label_of(row)] = [(step, gap.loc[step]) for step in gap.index]
     return found

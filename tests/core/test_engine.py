@@ -43,6 +43,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "optimizer": ("adamw", "muon", "counting"),
     "accumulate": (1, 2),
     "dropout": (0.0, 0.3),
+    "start": (0, 2),
     "random_input": (False, True),
     "unequal_weights": (True, False),
     "nan_at": (None, 2),

@@ -19,6 +19,8 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"staleness": "least", "slack": 1, "nonfinite_gradients": "skip"}, 2, "nonfinite_gradients='skip' could not skip"),
     ({"staleness": "least", "delay": 0}, 2, "has no meaning without a delay"),
     ({"staleness": "least", "slack": 1.5}, 2, "slack=1.5 must be a number of microbatches, 0 or more, or 'exact'"),
+    ({"synchronous_start": -1}, 2, "synchronous_start=-1 must be a number of updates, 0 or more"),
+    ({"synchronous_start": 9, "delay": 0}, 2, "synchronous_start=9 has no meaning without a delay"),
     ({"slack": "exact"}, 2, "has a meaning only with staleness='least'"),
     ({"microbatches": -1, "lookahead": -2}, 4, "2 problems:"),
 ]
@@ -68,5 +70,5 @@ def test_defaults(arguments: dict[str, Any], world_size: int, microbatches: int,
 
 
 def test_the_synchronous_counterpart_has_no_least_staleness() -> None:
-    twin = PipelineSettings(staleness="least", slack=2).with_delay(0).resolved(3)
+    twin = PipelineSettings(staleness="least", slack=2, synchronous_start=3).with_delay(0).resolved(3)
     assert (twin.staleness, twin.slack, twin.synchronous_start) == ("uniform", 0, 0)

@@ -169,7 +169,7 @@ class Case:
     routed: bool = False
     staleness: Staleness = "uniform"
     slack: Slack = 0
-    start: int = 0  # number of initial mini-batches without delay, for the oracle only
+    start: int = 0  # number of initial mini-batches without delay
     bf16: bool = False  # bf16 weight versions beside fp32 masters
     resumes: tuple[int, ...] = ()  # after these batches a new engine resumes from the state of the old one
     evaluates: tuple[int, ...] = ()  # after these batches the pipeline is drained and evaluated

@@ -76,7 +76,7 @@ class Training:
         settings = PipelineSettings(
             microbatches=case.microbatches, lookahead=case.lookahead, data_parallel_size=case.data_parallel_size,
             delay=case.delay, nonfinite_gradients="skip" if case.nan_at is not None else "stop",
-            staleness=case.staleness, slack=case.slack,
+            staleness=case.staleness, slack=case.slack, synchronous_start=case.start if case.delay else 0,
             weight_dtype="bf16" if case.bf16 else None,
         )  # fmt: skip
         self.session = session = (

@@ -113,6 +113,7 @@ def _case(rng: random.Random, stages: int, replicas: int, exact: bool) -> dict[s
         "evaluates": some(ends),
         "checkpointing": rng.random() < 0.4,
         "same_data": True,
+        "start": rng.choice([0, 0, 2, 3]) if delay else 0,
         **_staleness(rng, stages if delay else 1, nan_at is not None),
         "bf16": exact and rng.random() < 0.4,
         "seed": rng.randrange(100),
@@ -176,7 +177,7 @@ def expected_case(legs: tuple[Leg, ...]) -> Case:
     first_with_delay = next((number for number, leg in enumerate(legs) if leg.case.delay), 0)
     start = legs[first_with_delay - 1].saves_at if first_with_delay else 0
     # Replicas read the same data, and (g + g) / (w + w) is exactly g / w.
-    return replace(last, start=start or 0, data_parallel_size=1)
+    return replace(last, start=max(start or 0, last.start), data_parallel_size=1)
 
 
 def _resumable(rng: random.Random) -> Case:

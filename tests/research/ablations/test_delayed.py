@@ -58,6 +58,7 @@ def train(
         ({"stages": 3, "microbatches": 4}, "EF"),
         ({"stages": 3, "microbatches": 4}, "ahead"),
         ({"stages": 2, "microbatches": 4, "lookahead": 2}, "EF"),
+        ({"stages": 3, "microbatches": 4, "synchronous_start": 3}, "EF"),
         ({"stages": 2, "microbatches": 4, "slack": "exact"}, "EF"),
         ({"stages": 2, "microbatches": 2, "staleness": "uniform"}, "EF"),
         ({"delay": 1}, "AdamW"),
@@ -77,13 +78,13 @@ def test_it_trains_like_the_pipeline(pipeline: dict[str, Any], optimizer: str, t
 
 
 @pytest.mark.parametrize("optimizer", ["EF", "ahead"])
-@pytest.mark.parametrize("bounds", [{"begin": 2}, {"end": 3}])
+@pytest.mark.parametrize("bounds", [{"synchronous_start": 2}, {"end": 3}])
 def test_the_delay_begins_and_ends_like_a_resumed_training(
     bounds: dict[str, int], optimizer: str, tmp_path: Path
 ) -> None:
     pipeline: dict[str, Any] = {"stages": 3, "microbatches": 4}
     arguments: dict[str, Any] = {"config": MODEL, "optimizer": OPTIMIZERS[optimizer], "decay": "constant"}
-    strategies = [{"delay": 0}, pipeline] if "begin" in bounds else [pipeline, {"delay": 0}]
+    strategies = [{"delay": 0}, pipeline] if "end" not in bounds else [pipeline, {"delay": 0}]
     (switch,) = bounds.values()
     losses: list[float] = []
     for end, before, after in ((switch, None, tmp_path / "a.ckpt"), (5, tmp_path / "a.ckpt", None)):

@@ -145,8 +145,12 @@ def test_updates_to_a_loss_are_read_from_the_curve_without_delay() -> None:
 
 
 def test_gaps_by_update_are_paired_by_seed() -> None:
-    runs = [run(1.0, s, delay=delay) for delay in ("0", "least", "least begin=2") for s in (1, 2)]
-    losses = {"0": {1: (2.0, 1.0), 2: (2.5, 1.5)}, "least": {1: (2.2, 1.1), 2: (2.5, 1.5)}, "least begin=2": {}}
+    runs = [run(1.0, s, delay=delay) for delay in ("0", "least", "least synchronous_start=2") for s in (1, 2)]
+    losses = {
+        "0": {1: (2.0, 1.0), 2: (2.5, 1.5)},
+        "least": {1: (2.2, 1.1), 2: (2.5, 1.5)},
+        "least synchronous_start=2": {},
+    }
     rows = [(r.cell, step, "val_loss", value) for r in runs
             for step, value in zip((5, 10), losses[r.key.row.delay].get(r.key.seed, ()))]  # fmt: skip
     curves = pd.DataFrame(rows, columns=["cell", "step", "metric", "value"])
