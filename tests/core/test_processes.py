@@ -46,7 +46,7 @@ ONE_REPLICA = {
         3,
         Case(5, tied=True, routed=True, max_norm=0.3, optimizer="muon", drains=(0, 2), evaluates=(1,), resumes=(2, 3)),
     ),
-    "stages step ahead": (4, Case(6, staleness="least", slack=1, max_norm=0.3, drains=(1,))),
+    "stages step ahead": (4, Case(6, staleness="least", slack=1, start=2, max_norm=0.3, drains=(1,))),
     "stages wait for the exact norm": (3, Case(5, staleness="least", slack="exact", max_norm=0.3, nan_at=2)),
     "bf16, shared by three stages": (3, Case(4, model=SHARED_BY_ALL, cut=(2, 2, 3), bf16=True, checkpointing=True)),
 }  # fmt: skip

@@ -45,6 +45,7 @@ IN_PROCESSES: dict[str, tuple[Run, int]] = {
     "adamw, an uneven cut": (
         Run(Net, options={"microbatches": 4, "partition": [6, 2, 1]}, trainer=TWO_EPOCHS, scheduler="decay-step"), 3,
     ),
+    "a synchronous start": (Run(Net, options={"microbatches": 4, "synchronous_start": 3}, error_feedback=True), 2),
     "validated and saved in mid-epoch": (
         Run(Net, samples=52, val_samples=(10,), dropout=0.3, scheduler="decay-step", shuffle=True, trainer=VALIDATED),
         3,
@@ -69,7 +70,8 @@ def assert_is_the_oracles(run: Run, stages: int, weights: dict[str, np.ndarray],
     epochs, accumulate = (run.trainer.get(name, 1) for name in ("max_epochs", "accumulate_grad_batches"))
     batches = list(mini_batches_of(run, max(epochs, 1), accumulate=accumulate))[: run.trainer.get("max_steps")]
     microbatches, max_norm = run.options.get("microbatches", stages), run.trainer.get("gradient_clip_val")
-    expected, losses = oracle(run, microbatches, batches, max_norm=max_norm, after_update=after_update(run))
+    start = run.options.get("synchronous_start", 0)
+    expected, losses = oracle(run, microbatches, batches, max_norm, after_update(run), start)
     assert_equal_weights(weights, expected)
     name = "train_loss" if run.module is tied_gpt else "train_loss_step"
     logged = [(step, metrics[name]) for step, metrics in result["records"] if name in metrics]
