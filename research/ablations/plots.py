@@ -126,8 +126,12 @@ def gaps_by_update(ablation: Ablation, curves: pd.DataFrame) -> Points:
         sync = ablation.sync(row.group)
         others = [one.delay for one in ablation.results if one.group == row.group]
         if row.setting != NO_DELAY and sync is not None and any("synchronous_start=" in other for other in others):
-            gap = (_by_update(ablation.results[row], curves) - _by_update(sync, curves)).dropna(how="all")
-            found.setdefault(row.group.label, {})[label_of(row)] = [(step, gap.loc[step]) for step in gap.index]
+            gap = (_by_update(ablation.results[row], curves) - _by_update(sync, curves)).dropna()  # of all seeds
+            label = next(
+                (word for word in row.delay.split() if "=" in word and "microbatches" not in word), "throughout"
+            )
+            if len(gap):
+                found.setdefault(row.group.label, {})[label] = [(step, gap.loc[step]) for step in gap.index]
     return found
 
 

@@ -155,7 +155,7 @@ def test_gaps_by_update_are_paired_by_seed() -> None:
             for step, value in zip((5, 10), losses[r.key.row.delay].get(r.key.seed, ()))]  # fmt: skip
     curves = pd.DataFrame(rows, columns=["cell", "step", "metric", "value"])
     lines = gaps_by_update(Ablation.of("", runs), curves)["Muon"]
-    assert [(step, gap.round(9).to_dict()) for step, gap in lines["least"]] == [
+    assert [(step, gap.round(9).to_dict()) for step, gap in lines["throughout"]] == [
         (5, {1: 0.2, 2: 0.0}),
         (10, {1: 0.1, 2: 0.0}),
     ]
