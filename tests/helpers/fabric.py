@@ -44,7 +44,8 @@ class Run:
         case = self.case
         options = {
             "microbatches": case.microbatches, "lookahead": case.lookahead, "staleness": case.staleness,
-            "slack": case.slack, "partition": case.counts(self.stages or world_size() // case.data_parallel_size),
+            "slack": case.slack, "synchronous_start": case.start,
+            "partition": case.counts(self.stages or world_size() // case.data_parallel_size),
             "nonfinite_gradients": "skip" if case.nan_at is not None else "stop",
             "weight_dtype": "bf16" if case.bf16 else None,
         }  # fmt: skip
