@@ -132,7 +132,7 @@ def gaps_by_update(ablation: Ablation, curves: pd.DataFrame) -> Points:
             )
             if len(gap):
                 found.setdefault(row.group.label, {})[label] = [(step, gap.loc[step]) for step in gap.index]
-    return found
+    return {title: lines for title, lines in found.items() if len(lines) > 1}
 
 
 def draw_gaps(ablation: Ablation) -> Figure | None:
