@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
+from typing_extensions import Self
 
 from lightning_asyncpp.core.schedule import (
     Schedule,
@@ -143,7 +144,7 @@ class PipelineSettings:
             raise ConfigurationError.from_problems(problems)
         return resolved
 
-    def with_delay(self, delay: int) -> PipelineSettings:
+    def with_delay(self, delay: int) -> Self:
         """Return the settings with another delay, such as 0 for the synchronous counterpart."""
         if delay:
             return replace(self, delay=delay)

@@ -171,7 +171,7 @@ class _Check:
 
     def _plain(self, parts: int, seed: int = 0, **hooks: Any) -> tuple[Record, Rounding]:
         """Train on the initial weights, with batches cut into ``parts``; return the record and its tolerances."""
-        settings = replace(self.settings, microbatches=parts, delay=0, staleness="uniform", slack=0)
+        settings = replace(self.settings.with_delay(0), microbatches=parts)
         strategy = ReferenceStrategy(settings, (), self.seed + seed, self.device, at_first=True, **hooks)
         found, eps = self._run(strategy), strategy.draws.eps
         return found, {LOSS: eps**0.75, GRADIENT: eps**0.5}  # sums lose digits when their terms cancel
