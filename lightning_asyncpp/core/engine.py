@@ -403,6 +403,7 @@ class Engine:
         self, state: Mapping[str, Any], older: Mapping[str, Tensor], masters: Mapping[str, Tensor]
     ) -> None:
         """Load counters, older weights and masters (fp32 weights that the optimizer updates), after the parameters."""
+        self.drop()
         for stage in self.stages:
             stage.continue_at(state["microbatch"], state["mini_batch"], state.get("norm"))
         self.evaluated = state.get("evaluated", 0)

@@ -107,8 +107,7 @@ class FailureWatch:
             raise self._unraised
         if self.failure is not None:
             raise RuntimeError(
-                "the pipeline failed and its ranks no longer answer each other:"
-                f" {type(self.failure).__name__}: {self.failure}"
+                f"the pipeline has failed and cannot go on: {type(self.failure).__name__}: {self.failure}"
             ) from self.failure
 
     def fail(self, error: BaseException) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_asyncpp.core.host_copies import HostCopy
 from lightning_asyncpp.core.ranks.mesh import Mesh
-from lightning_asyncpp.core.wire.link import Header, TensorInfo
+from lightning_asyncpp.core.wire.link import Header, TensorInfo, memory_of, written_out
 from lightning_asyncpp.core.wire.transport import Arrival, Transport
 
 _OLD = 8  # mini-batches after which no stage reads a control message any more
@@ -46,11 +46,12 @@ class LocalWork:
 
     Args:
         room: tensor that receives the message.
+        is_there: whether the message has been delivered.
     """
 
-    def __init__(self, room: Tensor) -> None:
+    def __init__(self, room: Tensor, is_there: bool = False) -> None:
         self._room = room
-        self._is_there = False
+        self._is_there = is_there
 
     def put(self, tensor: Tensor) -> None:
         """Deliver the message."""
@@ -92,9 +93,7 @@ class LocalMesh(Mesh):
             self._mailbox.awaited[key].popleft().put(tensor)
         else:
             self._mailbox.arrived[key].append(tensor.clone())
-        sent = LocalWork(torch.empty_like(tensor))
-        sent.put(tensor)
-        return sent
+        return LocalWork(tensor, is_there=True)
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> Any:
         """Post a receive from a rank."""
@@ -145,7 +144,7 @@ class LocalTransport(Transport):
         for output, stored in zip(outputs, self._mailbox.gradients[self._stage].popleft()):
             info = TensorInfo.of(output)
             gradients.append(info.empty(self.device))
-            info.stored(gradients[-1]).copy_(stored)
+            memory_of(gradients[-1]).copy_(memory_of(written_out(stored)))
         return gradients
 
     def send_gradients(self, k: int, gradients: list[Tensor]) -> None:

@@ -67,7 +67,7 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
     samples = number_of_samples(batch)
     filled = min(parts, samples)
     if isinstance(batch, Tensor):
-        return [*batch.tensor_split(filled), *[None] * (parts - filled)] if filled else [None] * parts
+        return [*_pieces(batch, samples, filled), *[None] * (parts - filled)] if filled else [None] * parts
     sizes = {tensor.size(0) for tensor in tensors_of(batch) if tensor.ndim > 0}
     if sizes != {samples}:
         raise ConfigurationError(
@@ -96,7 +96,7 @@ def _tensors(batch: Any) -> Sequence[Tensor]:
 
 def _pieces(leaf: Any, samples: int, parts: int) -> Sequence[Any]:
     if isinstance(leaf, Tensor) and leaf.ndim > 0:
-        return leaf.tensor_split(parts)
+        return [piece.clone() for piece in leaf.tensor_split(parts)]  # a step may change its microbatch in place
     if isinstance(leaf, (list, tuple)) or _is_array_of(leaf, samples):
         # As in torch.tensor_split, the first samples % parts pieces have one sample more.
         size, longer = divmod(samples, parts)

@@ -56,7 +56,7 @@ class StageOptimizer:
         self._of_stages: list[StageOptimizer] = []
 
     def for_stage(self, own: Collection[Tensor]) -> StageOptimizer:
-        """Return the optimizer of one of several stages; :meth:`load_state_dict` also clears what its steps changed."""
+        """Return the optimizer of one of several stages; a load also forgets what its steps changed."""
         self._of_stages.append(StageOptimizer(self.optimizer, own))
         return self._of_stages[-1]
 
@@ -86,32 +86,34 @@ class StageOptimizer:
     def step(self, hyper_parameters: HyperParameters, step: Callable[[], Any]) -> None:
         """Call ``step`` with earlier hyper-parameters, then restore the present ones.
 
-        Some optimizers keep state in their groups, such as a step count or a running maximum. Once a step has changed
-        an option, this option is treated as the optimizer's state, and later calls do not overwrite it.
+        Some optimizers keep state in their groups, such as a step count or a running maximum. Once the optimizer's step
+        has changed an option, this option is treated as its state, and later calls do not overwrite it. What ``step``
+        sets before that, as a hook does, stays unless the option was set since ``hyper_parameters``.
 
         Args:
             hyper_parameters: earlier result of :meth:`hyper_parameters`.
             step: function that steps the optimizer.
         """
         with _NOTHING if self._kept else self._installed():
-            kept = []
-            for group, earlier, of_step in zip(self.optimizer.param_groups, hyper_parameters, self._of_step):
+            groups, kept = self.optimizer.param_groups, []
+            for group, earlier, of_step in zip(groups, hyper_parameters, self._of_step):
                 # Options that were added after `earlier` was copied, for instance by another stage's step.
                 later = {
                     key: group.pop(key) for key in group.keys() - earlier.keys() - of_step.keys() - set(_PARAMETERS)
                 }
                 present = {key: value for key, value in group.items() if key not in _PARAMETERS}
                 set_to = {key: earlier[key] for key in present if key in earlier and key not in of_step}
-                before = _copies(present) | set_to
                 group.update(_copies(set_to))
-                kept.append((group, present, before, of_step, later))
+                kept.append((group, present, set_to, of_step, later))
+            before: list[dict[str, Any]] = []
+            hook = self.optimizer.register_step_pre_hook(lambda *_: before.extend(map(_options, groups)))
             step()
-            for group, present, before, of_step, later in kept:
+            hook.remove()
+            for (group, present, set_to, of_step, later), options in zip(kept, before or map(_options, groups)):
                 for key in group.keys() - set(_PARAMETERS):
-                    is_same = key in before and (group[key] is before[key] or _equal(group[key], before[key]))
-                    if key in of_step or not is_same:
+                    if key in of_step or key not in options or not _equal(group[key], options[key]):
                         of_step[key] = group[key]
-                    else:
+                    elif key in set_to and (_equal(group[key], set_to[key]) or not _equal(present[key], set_to[key])):
                         group[key] = present[key]
                 group.update((key, value) for key, value in later.items() if key not in group)
 
@@ -312,4 +314,4 @@ def _copies(options: Mapping[str, Any]) -> dict[str, Any]:
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.equal(a, b)
-    return bool(type(a) is type(b) and a == b)
+    return a is b or bool(type(a) is type(b) and a == b)

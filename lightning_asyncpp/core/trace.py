@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -84,16 +84,6 @@ class DeviceMoment:
 Moment = float | DeviceMoment
 
 
-class Clock(Protocol):
-    """Clock that marks moments, and later converts them to seconds."""
-
-    def now(self) -> Moment:
-        """Mark the present moment."""
-
-    def when(self, moment: Moment) -> float | None:
-        """Return the time of a moment in seconds of the host's clock; None if it has not passed yet."""
-
-
 class HostClock:
     """Clock of the host."""
 
@@ -153,6 +143,7 @@ class CudaEvents:
         return self._idle.record_event(torch.cuda.Event(enable_timing=True))
 
 
+Clock = HostClock | DeviceClock
 HOST = HostClock()
 
 

@@ -96,8 +96,8 @@ def merge_outputs(results: Sequence[Any], weights: Sequence[float]) -> Any:
 
     * Tensors and numpy arrays are concatenated along their first dimension. If other dimensions differ, as after
       padding to the longest sample of each microbatch, the result is the list of the microbatches' tensors.
-    * Numbers and tensors without dimensions are averaged with the weights; integers become floats, and booleans do
-      not count as numbers.
+    * Numbers and tensors without dimensions are averaged with the weights; integers become floats. Booleans
+      of Python do not count as numbers.
     * Mappings are merged key by key into a dictionary with the keys of all microbatches; the value of a key is merged
       from the microbatches that have it.
     * Named tuples are merged entry by entry.

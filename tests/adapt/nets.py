@@ -210,7 +210,7 @@ class Checkpointed(Net):
     def forward(self, x: Tensor) -> Tensor:
         x = self.entry(x)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
+            x = checkpoint(block.__call__, x, use_reentrant=False)
         return checkpoint(self.end, x, use_reentrant=False)
 
     def end(self, x: Tensor) -> Tensor:

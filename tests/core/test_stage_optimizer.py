@@ -31,6 +31,24 @@ def test_hyper_parameters_are_copies_and_what_came_later_stays() -> None:
     assert earlier[0]["extra"] == {"values": [1]}
 
 
+def test_what_a_hook_sets_stays_until_somebody_else_sets_it() -> None:
+    only = nn.Parameter(torch.tensor(2.0))
+    only.grad = torch.ones(())
+    optimizer = SGD([only], lr=0.1)
+    group, stage = optimizer.param_groups[0], alone(optimizer)
+
+    def step() -> None:
+        group["lr"] = 0.5
+        optimizer.step()
+
+    stage.step(stage.hyper_parameters(), step)
+    assert (only.item(), group["lr"]) == (1.5, 0.5)
+    earlier = stage.hyper_parameters()
+    group["lr"] = 0.25  # by a scheduler, after the batch
+    stage.step(earlier, step)
+    assert (only.item(), group["lr"]) == (1.0, 0.25)
+
+
 def test_other_groups_are_refused() -> None:
     first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     stage = alone(SGD([first, second], lr=0.1))

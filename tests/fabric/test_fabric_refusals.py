@@ -83,4 +83,4 @@ def collective_after_failure() -> None:
 def test_after_a_failure_collectives_raise(pools: Pools) -> None:
     for outcome in pools.outcomes(2, collective_after_failure):
         assert outcome.error == "RuntimeError", outcome
-        assert "the pipeline failed" in outcome.message
+        assert "the pipeline has failed" in outcome.message

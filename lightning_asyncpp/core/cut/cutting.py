@@ -147,7 +147,7 @@ def materialize(
         root: module that may have other references to tensors of the units.
 
     Raises:
-        ConfigurationError: floating-point tensors were not initialised; the message names them.
+        ConfigurationError: tensors were not initialised; the message names them.
     """
     replaced: dict[Tensor, Tensor] = {}
     problems: list[str] = []
@@ -162,7 +162,8 @@ def materialize(
                 if callable(reset := getattr(module, "reset_parameters", None)):
                     reset()
         tensors = [*unit.module.named_parameters(), *unit.module.named_buffers()]
-        problems += [unit.path(name) for name, t in tensors if not t.is_meta and _is_float(t) and t.isnan().any()]
+        new = set(map(id, replaced.values()))
+        problems += [unit.path(name) for name, t in tensors if not t.is_meta and _is_blank(t, id(t) in new)]
     for module in root.modules() if root is not None else ():
         for table, key, tensor in places_of(module):
             table[key] = replaced.get(tensor, tensor)
@@ -192,8 +193,13 @@ def _replace_meta(module: nn.Module, replaced: dict[Tensor, Tensor], device: tor
 
 
 def _blank(like: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor filled with NaN, or with 0 if integer; NaN shows values that no initialiser sets."""
+    """Return a tensor filled with NaN, or with 0 if integer."""
     return torch.full(like.shape, float("nan") if _is_float(like) else 0, dtype=like.dtype, device=device)
+
+
+def _is_blank(tensor: Tensor, is_new: bool) -> bool:
+    """Return whether values are missing: some are NaN, or nothing was written to a new tensor of integers."""
+    return bool(tensor.isnan().any()) if _is_float(tensor) else is_new and tensor._version == 0
 
 
 def _is_float(tensor: Tensor) -> bool:

@@ -304,6 +304,8 @@ def _steered(kind: Any) -> Any:
     """Return a subclass of a block's class whose calls go through the running stage."""
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        if not _UNDER_WAY:  # a checkpoint runs the block again in the backward
+            return kind.__call__(self, *args, **kwargs)
         return _UNDER_WAY[-1].call(kind, self, args, kwargs)
 
     steered = type(kind.__name__, (kind,), {"__call__": __call__, "__module__": kind.__module__})

@@ -67,7 +67,7 @@ def copy_first_replica(mesh: Mesh, state_dict: Callable[[], Mapping[str, Tensor]
     if group is None:
         return
     source = mesh.rank_of(mesh.stage, replica=0)
-    for tensor in state_dict().values():
+    for tensor in filter(torch.is_tensor, state_dict().values()):  # not the extra state of modules
         data = as_bytes(tensor)  # contiguous, as NCCL requires
         with lost_peers():
             dist.broadcast(data, source, group=group)

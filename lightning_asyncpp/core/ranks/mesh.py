@@ -196,12 +196,12 @@ class Groups:
         """Return this rank's gloo groups, each once."""
         groups = [self.host, self.control, self.data_parallel, self.last_stages, self.saving]
         distinct = {id(group): group for group in groups if group is not None}
-        return [group for group in distinct.values() if dist.get_backend(group) == "gloo"]
+        return [group for group in distinct.values() if "gloo" in dist.get_backend_config(group)]
 
     def on_devices(self) -> list[dist.ProcessGroup]:
         """Return this rank's NCCL groups."""
         groups = [self.from_prev, self.to_prev, self.to_next, self.from_next, self.data_parallel, self.last_stages]
-        return [group for group in groups if group is not None and dist.get_backend(group) == "nccl"]
+        return [group for group in groups if group is not None and "nccl" in dist.get_backend_config(group)]
 
 
 def _retire(groups: list[dist.ProcessGroup]) -> None:

@@ -305,7 +305,6 @@ class TiedGradients:
             firsts = [None if tie.prev_sharing(mesh.stage) is None else tie.stages[0] for tie in ties]
             self._whole = [self._receive(n, first) for n, first in enumerate(firsts)]
         self._sends: list[HostWork] = []
-        self._passed_on = False
 
     def have_arrived(self) -> bool:
         """Return whether the sums of later stages have arrived, so that :meth:`pass_on` does not wait."""
@@ -316,16 +315,13 @@ class TiedGradients:
         return self.have_arrived() and all(whole is None or whole.work.is_completed() for whole in self._whole)
 
     def pass_on(self, gradients: Gradients, uses: Mapping[str, Sequence[Tensor]]) -> None:
-        """Wait for later stages' sums, add this stage's gradients, and send the sums on; later calls do nothing.
+        """Wait for later stages' sums, add this stage's gradients, and send the sums on.
 
         Args:
             gradients: name -> gradient; if this stage is the first that shares the parameter (and counts it in the
                 norm), the sum over all stages replaces the gradient.
             uses: name -> gradients of several uses on this stage, in the order of their addition.
         """
-        if self._passed_on:
-            return
-        self._passed_on = True
         for number, (tie, bucket) in enumerate(zip(self._ties, self._buckets)):
             name = tie.name_on(self._mesh.stage)
             own = uses[name] if name in uses else [g for g in (gradients[name],) if g is not None]

@@ -336,5 +336,5 @@ def written_out(tensor: Tensor) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor."""
+    """Return the bytes of a dense tensor, whatever the order of its dimensions in memory."""
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -358,7 +358,7 @@ class Transport:
             self.send_total(number, vector)
 
     def _read_into(self, link: Link, tensor: Tensor) -> None:
-        """Fill the memory of a contiguous tensor."""
+        """Fill the memory of a dense tensor."""
         host = tensor if tensor.is_cpu else torch.empty_like(tensor, device="cpu", pin_memory=True)
         link.read_into(memory_of(host).numpy().data)  # as bytes: numpy lacks some of torch's dtypes
         if host is not tensor:

@@ -78,13 +78,14 @@ def test_shared_parameters_stay_shared_and_frozen_ones_frozen() -> None:
 
 
 class Forgetful(nn.Module):
-    """Module that initialises ``kept`` and half of ``partly``, but not ``lost``."""
+    """Module that initialises ``kept`` and half of ``partly``, but neither ``lost`` nor ``mask``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.kept = nn.Parameter(torch.empty(3))
         self.lost = nn.Parameter(torch.empty(3))
         self.partly = nn.Parameter(torch.empty(4))
+        self.register_buffer("mask", torch.ones(2, dtype=torch.bool))
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.kept)
@@ -103,6 +104,6 @@ def test_what_no_initialiser_sets_is_refused_with_all_names() -> None:
     with pytest.raises(ConfigurationError) as caught:
         cut(model, 0, 1, 0, CPU)
     assert str(caught.value) == (
-        "meta tensors without an initialiser: 1.lost, 1.partly, 2.weight; give their module, or the layer"
+        "meta tensors without an initialiser: 1.lost, 1.partly, 1.mask, 2.weight; give their module, or the layer"
         " around it, a reset_parameters() that sets all of them, or build the model with real weights"
     )

@@ -128,7 +128,7 @@ def test_a_session_raises_what_another_rank_did_once() -> None:
     with pytest.raises(PeerLostError, match=r"^rank 1 .* is gone: it was stopped$") as caught:
         session.running()
     session.watch.fail(caught.value)
-    with pytest.raises(RuntimeError, match="the pipeline failed and its ranks no longer answer each other: PeerLost"):
+    with pytest.raises(RuntimeError, match="the pipeline has failed and cannot go on: PeerLost"):
         session.running()
 
 

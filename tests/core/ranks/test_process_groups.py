@@ -30,6 +30,9 @@ class Splitting:
     def get_rank(self) -> int:
         return self.rank
 
+    def get_backend_config(self, group: object) -> str:
+        return "cuda:nccl"
+
     def get_backend(self, group: object = None) -> str:
         return "nccl"
 

@@ -70,9 +70,10 @@ class Ordinary(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.extractor.eval()
         with torch.no_grad():
-            features, target = self.extractor(batch["x"]) * self.scale, self.teacher(batch["x"])
+            batch["y"] += 2 * self.teacher(batch["x"]) + 1
+            features = self.extractor(batch["x"].mul_(self.scale))
         predicted = self(features)
-        loss = F.mse_loss(predicted, batch["y"] + 2 * target + 1)
+        loss = F.mse_loss(predicted, batch["y"])
         self.log("both", loss, on_step=True, on_epoch=True, prog_bar=True)
         self.log("largest", loss.detach(), on_epoch=True, on_step=False, reduce_fx="max")
         self.log("synced", loss.detach(), on_epoch=True, on_step=False, sync_dist=True)
@@ -126,8 +127,8 @@ class SamplesInAHook(Net):
 
 IDIOMS = [
     Idiom(
-        'self(x) | return { | frozen teacher | frozen feature | register_buffer | sync_dist | "max")` | torchmetrics'
-        " | is_global_zero | on_save_checkpoint | should_stop",
+        'self(x) | return { | frozen teacher | frozen feature | in place | register_buffer | sync_dist | "max")`'
+        " | torchmetrics | is_global_zero | on_save_checkpoint | should_stop",
         Ordinary, {"enable_checkpointing": True, "max_epochs": 4}, processes=True,
     ),
     Idiom("return None` in", SkipsTheBatch, says="without calling self.model", processes=True),
