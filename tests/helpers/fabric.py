@@ -140,6 +140,7 @@ def go_through(
     """Train to the end, from the start or a checkpoint; ``saves``: save a checkpoint after mini-batch ``at`` - 1."""
     run = Run(case, spoilt=loads is not None, options=options or {}, stages=stages)
     if loads is not None:
+        run.strategy.training_step(case.step(run.model), case.batch(0, run.mesh.replica))  # a load forgets it
         run.load(loads)
     if saves is not None:
         run.train(len(run.norms), at, evaluate_after)
