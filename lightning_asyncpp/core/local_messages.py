@@ -124,7 +124,7 @@ class LocalTransport(Transport):
         self._prev = self._next = self._direct = None
         self._closed, self._drops = False, deque(maxlen=0)
 
-    def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
+    def send_forward(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
         """Send an activation, or only a header, to the next stage."""
         copies = []
         for tensor, info in zip(tensors, header.layout.tensors):
@@ -132,13 +132,13 @@ class LocalTransport(Transport):
             copies[-1].copy_(tensor.detach())
         self._mailbox.activations[self._stage + 1].append(Arrival(header, tuple(copies)))
 
-    def receive_activation(self, k: int) -> Arrival:
+    def recv_forward(self, k: int) -> Arrival:
         """Return the activation of microbatch ``k``, the next in order."""
         arrival = self._mailbox.activations[self._stage].popleft()
         assert arrival.header.k == k
         return arrival
 
-    def receive_gradients(self, k: int, outputs: Sequence[Tensor]) -> list[Tensor]:
+    def recv_backward(self, k: int, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradients of microbatch ``k`` in the memory layout of ``outputs``."""
         gradients = []
         for output, stored in zip(outputs, self._mailbox.gradients[self._stage].popleft()):
@@ -147,7 +147,7 @@ class LocalTransport(Transport):
             memory_of(gradients[-1]).copy_(memory_of(written_out(stored)))
         return gradients
 
-    def send_gradients(self, k: int, gradients: list[Tensor]) -> None:
+    def send_backward(self, k: int, gradients: list[Tensor]) -> None:
         """Send the gradients of microbatch ``k`` to the previous stage."""
         self._mailbox.gradients[self._stage - 1].append(gradients)
 

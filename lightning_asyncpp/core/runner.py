@@ -171,14 +171,14 @@ class StageRunner(ABC):
     def _output_gradients(self, flight: Flight) -> list[Tensor]:
         """Receive the gradients of the outputs from the next stage."""
         with self.span(Wait.GRADIENT, flight.k):
-            return self._neighbours.receive_gradients(flight.k, flight.outputs)
+            return self._neighbours.recv_backward(flight.k, flight.outputs)
 
     def send_input_gradients(self, flight: Flight) -> None:
         """Send the gradients of the received activations; zeros for those on which the loss does not depend."""
         gradients = list(map(arrived_at, flight.inputs))
         size = sum(gradient.nbytes for gradient in gradients) if self.trace is not None else 0
         with self.span(Activity.SEND, flight.k, num_bytes=size):
-            self._neighbours.send_gradients(flight.k, gradients)
+            self._neighbours.send_backward(flight.k, gradients)
 
     def announce_failure(self, k: int, error: Exception) -> None:
         """Send an error to the next stage, so that no later stage waits, and the last stage can show the error."""
@@ -187,7 +187,7 @@ class StageRunner(ABC):
             text = f"stage {self.mesh.stage} failed at microbatch {k}: {type(error).__name__}: {text}"
         news = Header(k, Layout(Header.FAILED, structure=text[:_MOST_TEXT].encode(errors="replace")))
         with suppress(PeerLostError):  # a lost neighbour does not wait
-            self._neighbours.send_activation(news, ())
+            self._neighbours.send_forward(news, ())
 
     def span(
         self, kind: Kind | Wait | Activity, index: int, version: int = -1, num_bytes: int = 0
@@ -199,7 +199,7 @@ class StageRunner(ABC):
 
     def _receive(self, k: int) -> Arrival:
         with self.span(Wait.ACTIVATION, k):
-            arrival = self._neighbours.receive_activation(k)
+            arrival = self._neighbours.recv_forward(k)
         if arrival.header.layout.kind == Header.FAILED:
             raise StageBeforeFailedError(arrival.header.layout.structure.decode(errors="ignore"))
         return arrival
@@ -232,11 +232,11 @@ class StageRunner(ABC):
         outgoing = Header(task.k, layout, flight.weight, fingerprint)
         flight.outputs = tuple([tensor for tensor in tensors if tensor.requires_grad])
         with self.span(Activity.SEND, task.k, num_bytes=0 if self.trace is None else outgoing.num_bytes):
-            self._neighbours.send_activation(outgoing, tensors)
+            self._neighbours.send_forward(outgoing, tensors)
         return flight
 
     def _send_empty(self, task: ForwardTask) -> Flight:
-        self._neighbours.send_activation(Header(task.k, Layout(Header.EMPTY)), ())
+        self._neighbours.send_forward(Header(task.k, Layout(Header.EMPTY)), ())
         return Flight(task.k, task.version)
 
 

@@ -29,7 +29,7 @@ def send_at_once(rank: int) -> Callable[[], None]:
 def receive_early(rank: int) -> Callable[[], None]:
     """Launch the receive of a gradient with the send of the activation, long before the gradient is made."""
     check = _without_handover(rank, share_of_waits=0.1)
-    send_activation, receive_gradients = Transport.send_activation, Transport.receive_gradients
+    send_forward, recv_backward = Transport.send_forward, Transport.recv_backward
     posted: dict[int, list[Tensor]] = {}
     works: dict[int, list[dist.Work]] = {}
 
@@ -40,18 +40,18 @@ def receive_early(rank: int) -> Callable[[], None]:
             posted[header.k] = [info.empty(self.device) for info in infos]
             receives = [handover.dist.irecv(tensor, way.peer, group=way.group) for tensor in posted[header.k]]
             works[header.k] = receives  # type: ignore[assignment]
-        send_activation(self, header, tensors)
+        send_forward(self, header, tensors)
 
     def receive_expected(self: Transport, k: int, outputs: Sequence[Tensor]) -> list[Tensor]:
         if k not in posted:
-            return receive_gradients(self, k, outputs)
+            return recv_backward(self, k, outputs)
         self._next_frame(self._next, 2)  # type: ignore[arg-type]
         for work in works.pop(k):
             work.wait()
         return posted.pop(k)
 
-    Transport.send_activation = send_and_expect  # type: ignore[method-assign]
-    Transport.receive_gradients = receive_expected  # type: ignore[method-assign]
+    Transport.send_forward = send_and_expect  # type: ignore[method-assign]
+    Transport.recv_backward = receive_expected  # type: ignore[method-assign]
     return check
 
 

@@ -97,9 +97,9 @@ def count(run: Run, saves: bool = False) -> Found:
 @contextmanager
 def _received_on_device() -> Iterator[None]:
     """Mark tensors received over sockets as on the device, and send without host copies: NCCL sends between GPUs."""
-    activation, gradients = Transport.receive_activation, Transport.receive_gradients
+    activation, gradients = Transport.recv_forward, Transport.recv_backward
 
-    def receive_activation(*args: Any) -> Arrival:
+    def recv_forward(*args: Any) -> Arrival:
         arrival = activation(*args)
         put_on_device(arrival.tensors)
         return arrival
@@ -108,8 +108,8 @@ def _received_on_device() -> Iterator[None]:
         return transport.memory_of(tensor.detach().contiguous()).numpy().data
 
     with (
-        patch.object(Transport, "receive_activation", receive_activation),
-        patch.object(Transport, "receive_gradients", lambda *args: put_on_device(gradients(*args))),
+        patch.object(Transport, "recv_forward", recv_forward),
+        patch.object(Transport, "recv_backward", lambda *args: put_on_device(gradients(*args))),
         patch.object(transport, "_bytes_of", bytes_of),
     ):
         yield

@@ -132,7 +132,7 @@ class Transport:
 
     # -- activations ----------------------------------------------------------------------------------------------
 
-    def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
+    def send_forward(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
         """Send an activation to the next stage, or only a header."""
         assert self._next is not None, "the last stage has no next stage"
         if header.layout != self._layout_sent:
@@ -147,7 +147,7 @@ class Transport:
         self._next.write(_ACTIVATION, header.k, parts)
         self._sent = header.k + 1
 
-    def receive_activation(self, k: int) -> Arrival:
+    def recv_forward(self, k: int) -> Arrival:
         """Wait for the activation of microbatch ``k``, the next in order, and return it.
 
         Raises:
@@ -172,7 +172,7 @@ class Transport:
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
-    def receive_gradients(self, k: int, outputs: Sequence[Tensor]) -> list[Tensor]:
+    def recv_backward(self, k: int, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Wait for the gradients of microbatch ``k`` from the next stage, and return them.
 
         Args:
@@ -200,7 +200,7 @@ class Transport:
             self._read_into(link, gradient)
         return gradients
 
-    def send_gradients(self, k: int, gradients: list[Tensor]) -> None:
+    def send_backward(self, k: int, gradients: list[Tensor]) -> None:
         """Send the gradients of microbatch ``k``, in the memory order of the activations, to the previous stage."""
         assert self._prev is not None, "the first stage has no previous stage"
         parts: list[Bytes] = []

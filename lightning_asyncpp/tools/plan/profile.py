@@ -30,20 +30,20 @@ class Loopback:
     arriving: Header | None  # header of the previous stage's messages
     sent: Header | None = None  # header of the messages to the next stage
 
-    def receive_activation(self, k: int) -> Arrival:
+    def recv_forward(self, k: int) -> Arrival:
         """Return new tensors with the shapes of the previous stage's activations."""
         assert self.arriving is not None
         return Arrival(self.arriving, tuple(info.empty(torch.device("cpu")) for info in self.arriving.layout.tensors))
 
-    def send_activation(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
+    def send_forward(self, header: Header, tensors: tuple[Tensor, ...]) -> None:
         """Keep the header."""
         self.sent = header
 
-    def receive_gradients(self, k: int, outputs: tuple[Tensor, ...]) -> list[Tensor]:
+    def recv_backward(self, k: int, outputs: tuple[Tensor, ...]) -> list[Tensor]:
         """Return new tensors with the shapes of the outputs."""
         return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in outputs]
 
-    def send_gradients(self, k: int, gradients: list[Tensor]) -> None:
+    def send_backward(self, k: int, gradients: list[Tensor]) -> None:
         """Drop the gradients."""
 
 

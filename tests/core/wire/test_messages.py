@@ -45,7 +45,7 @@ def header_of(k: int, tensors: tuple[Tensor, ...]) -> Header:
 
 
 def send(transport: Transport, k: int, *tensors: Tensor) -> None:
-    transport.send_activation(header_of(k, tensors), tensors)
+    transport.send_forward(header_of(k, tensors), tensors)
 
 
 LAYOUTS: dict[str, tuple[Tensor, tuple[int, ...]]] = {  # a tensor, and its strides on arrival, without gaps
@@ -64,15 +64,15 @@ def test_tensors_and_gradients_lie_in_memory_as_they_would_without_a_cut(name: s
     first, last = chain(2)
     sent = tensor.detach().requires_grad_()
     send(first, 0, sent)
-    (received,) = last.receive_activation(0).tensors
+    (received,) = last.recv_forward(0).tensors
     assert torch.equal(received, tensor)
     assert [s for s, n in zip(received.stride(), tensor.shape) if n > 1] == [
         s for s, n in zip(strides, tensor.shape) if n > 1
     ]
     started, arrived = begin(received)
     (started * 3).backward(torch.ones_like(tensor, memory_format=torch.contiguous_format))
-    last.send_gradients(0, [arrived_at(arrived)])
-    (gradient,) = first.receive_gradients(0, (sent,))
+    last.send_backward(0, [arrived_at(arrived)])
+    (gradient,) = first.recv_backward(0, (sent,))
     assert torch.equal(gradient, torch.full_like(tensor, 3.0))
     assert gradient.stride() == received.stride()
 
@@ -83,16 +83,16 @@ def test_sums_pass_through_every_stage_between_other_messages() -> None:
     vector = torch.tensor([1.0, 2.0], dtype=torch.float64)
     output = (torch.zeros(2, requires_grad=True),)
     last.send_partial_sum(0, vector)
-    last.send_gradients(0, [torch.ones(2)])
-    assert torch.equal(middle.receive_gradients(0, output)[0], torch.ones(2))
+    last.send_backward(0, [torch.ones(2)])
+    assert torch.equal(middle.recv_backward(0, output)[0], torch.ones(2))
     middle.send_partial_sum(0, middle.receive_partial_sum(0) + vector)
     total = first.receive_partial_sum(0) + vector
     first.send_total(0, total)
     send(first, 1, torch.ones(1))
-    send(middle, 1, middle.receive_activation(1).tensors[0])  # reads the total first, and passes it on
+    send(middle, 1, middle.recv_forward(1).tensors[0])  # reads the total first, and passes it on
     assert torch.equal(middle.receive_total(0), 3 * vector)
     assert torch.equal(last.receive_total(0), 3 * vector)
-    assert torch.equal(last.receive_activation(1).tensors[0], torch.ones(1))
+    assert torch.equal(last.recv_forward(1).tensors[0], torch.ones(1))
 
 
 def test_ends_are_found_behind_activations_and_between_sums() -> None:
@@ -105,10 +105,10 @@ def test_ends_are_found_behind_activations_and_between_sums() -> None:
     first.send_total(1, vector)
     first.announce_end()
     first.send_total(2, 2 * vector)
-    send(middle, 6, middle.receive_activation(6).tensors[0])
+    send(middle, 6, middle.recv_forward(6).tensors[0])
     middle.announce_end()
     middle.expect_end()
-    last.receive_activation(6)
+    last.recv_forward(6)
     last.expect_end()
     for transport in (middle, last):
         assert torch.equal(transport.receive_total(2), 2 * vector)
@@ -118,13 +118,13 @@ def test_ends_are_found_behind_activations_and_between_sums() -> None:
 def wrong_microbatch() -> None:
     first, last = chain(2)
     send(first, 3, torch.ones(1))
-    last.receive_activation(2)
+    last.recv_forward(2)
 
 
 def wrong_gradient() -> None:
     first, last = chain(2)
-    last.send_gradients(1, [torch.zeros(2)])
-    first.receive_gradients(0, (torch.zeros(2),))
+    last.send_backward(1, [torch.zeros(2)])
+    first.recv_backward(0, (torch.zeros(2),))
 
 
 def wrong_call() -> None:
