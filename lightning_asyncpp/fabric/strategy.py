@@ -41,8 +41,8 @@ class AsyncPipelineStrategy(PipelineStrategy):
 class SyncPipelineStrategy(PipelineStrategy):
     """Synchronous pipeline parallelism on the same engine: 1F1B with a flush per mini-batch, no delay.
 
-    Arguments as for :class:`AsyncPipelineStrategy`, without ``staleness`` and ``slack``. Any number of microbatches
-    works, and ``lookahead`` defaults to 0.
+    Arguments as for :class:`AsyncPipelineStrategy`, without ``staleness``, ``slack`` and ``synchronous_start``. Any
+    number of microbatches works, and ``lookahead`` defaults to 0.
     """
 
     delay = 0
