@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 E = TypeVar("E", bound=Exception)
 TRACEBACK = "ASYNCPP_TRACEBACK"
@@ -38,6 +38,16 @@ class ConfigurationError(ValueError):
             return cls("; ".join([*problems, remedy] if remedy else problems))
         lines = [f"{len(problems)} problems:", *(f"  {i}. {p}" for i, p in enumerate(problems, 1))]
         return cls("\n".join([*lines, remedy[:1].upper() + remedy[1:]] if remedy else lines))
+
+
+def check_choice(name: str, value: object, choices: Any) -> None:
+    """Refuse an argument that is none of the values of ``choices``, a ``Literal``.
+
+    Raises:
+        ConfigurationError: it is none of them.
+    """
+    if value not in get_args(choices):
+        raise ConfigurationError(f"{name}={value!r}: must be {' or '.join(map(repr, get_args(choices)))}")
 
 
 class DataError(ValueError):
@@ -130,10 +140,10 @@ def different_ends(ended: str, going_on: str, k: int) -> ProtocolError:
     return ProtocolError(
         f"{ended} has ended before microbatch {k} (its epoch or an evaluation ended, or it finishes what is in"
         f" flight for a validation or a checkpoint), while {going_on} has a further batch. Usually the data loaders"
-        " have different numbers of batches on these ranks: all ranks of a replica must read the same data. Two other"
-        " causes: a hook or a dataset raised StopIteration on one rank only, which ends the epoch in Lightning; or only"
-        " some ranks call trainer.save_checkpoint, fabric.save, strategy.drain or evaluation_step, often under an"
-        ' "if" on the rank'
+        " have different numbers of batches on these ranks: all ranks of a replica must read the same data. Other"
+        " causes: on one rank only, a hook or a dataset raised StopIteration, which ends the epoch in Lightning, or a"
+        " hook set trainer.should_stop; or only some ranks call trainer.save_checkpoint, fabric.save, strategy.drain or"
+        ' evaluation_step, often under an "if" on the rank'
     )
 
 

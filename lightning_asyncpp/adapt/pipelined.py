@@ -112,7 +112,7 @@ def _working_example(model: nn.Module, example: Example | None, device: torch.de
     raise ConfigurationError(
         f"{class_name(model)} cannot be called with {'guessed arguments' if example is None else shown} ({problem})."
         " Give an example of its arguments in training, such as (x, mask) or {'input_ids': ids}: set"
-        " example_input_array on the LightningModule (with Fabric, on the strategy), or call pipelined(model, example)."
+        " example_input_array on the LightningModule (in Fabric, on the model), or call pipelined(model, example)."
         " Or give the model pipeline_layers()"
     )
 

@@ -60,6 +60,7 @@ class PipelineStrategy(PipelineCheckpoints):
         self._hooks = UserHooks()
         self._clipping: tuple[str, float] | None = None  # argument of fabric.clip_gradients and its value
         self._recorder: Recorder | None = None
+        self._backward_sync_control = None  # replicas are reduced once per update: fabric.no_backward_sync does nothing
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
@@ -183,19 +184,23 @@ class PipelineStrategy(PipelineCheckpoints):
         return or_nan(output.mean_loss(self._hooks.loss_reduction), self.root_device)
 
     @override
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> None:
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Complete a mini-batch (all batches since the last step) with present hyper-parameters; apply updates now due.
+
+        A closure is called before, and may call :meth:`training_step`.
 
         Raises:
             ConfigurationError: no optimizer was set up.
             NonFiniteGradientError: a gradient is not finite under ``nonfinite_gradients="stop"``; raised on every rank.
         """
         self._trained_engine("optimizer.step()")
+        result = None if closure is None else closure()
         with self._driving():
             clipping, self._clipping = self._clipping, None
             self._applied(self.session.complete(note=clipping))
         if self._recorder is not None:
             self._recorder.end_batch()
+        return result
 
     def _drop(self) -> None:
         """Drop the gradient of the batches since the last step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_asyncpp.auxiliary import add_auxiliary_loss, add_statistics
+from lightning_asyncpp.errors import check_choice
 from lightning_asyncpp.models.config import GPTConfig
 from lightning_asyncpp.models.layers import Attention, SwiGLU
 from lightning_asyncpp.models.moe import MoE, MoEOutput
@@ -38,7 +39,7 @@ class Execution:
         compile_blocks: whether to compile each block with ``torch.compile``, or a mapping of arguments for it.
 
     Raises:
-        ValueError: ``activation_checkpointing`` is none of the three.
+        ConfigurationError: ``activation_checkpointing`` is none of the three.
     """
 
     def __init__(
@@ -46,8 +47,7 @@ class Execution:
         activation_checkpointing: ActivationCheckpointing = "none",
         compile_blocks: bool | Mapping[str, Any] = False,
     ) -> None:
-        if activation_checkpointing not in get_args(ActivationCheckpointing):
-            raise ValueError(f"activation_checkpointing={activation_checkpointing!r}: must be none, block or selective")
+        check_choice("activation_checkpointing", activation_checkpointing, ActivationCheckpointing)
         self.activation_checkpointing = activation_checkpointing
         self.compile_options = dict(compile_blocks) if isinstance(compile_blocks, Mapping) else {}
         self.compiles = isinstance(compile_blocks, Mapping) or compile_blocks
@@ -225,7 +225,7 @@ class GPT(nn.Module):
         compile_blocks: whether to compile each block with ``torch.compile``, or a mapping of arguments for it.
 
     Raises:
-        ValueError: ``activation_checkpointing`` is none of the three.
+        ConfigurationError: ``activation_checkpointing`` is none of the three.
     """
 
     def __init__(

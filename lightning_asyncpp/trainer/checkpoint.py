@@ -271,7 +271,8 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self.session.stage_optimizer.load_state_dict(checkpoint["optimizer_states"][0])
+        if checkpoint["optimizer_states"]:  # none after an evaluation alone
+            self.session.stage_optimizer.load_state_dict(checkpoint["optimizer_states"][0])
         self.progress.resume_loaders(self._module.trainer)  # the loops' state was restored before
 
 

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_asyncpp.auxiliary import Collected, collecting
 from lightning_asyncpp.core.cut.whole_model import update_from_counts
+from lightning_asyncpp.errors import check_choice
 from lightning_asyncpp.models import GPT, GPTConfig, start_from
 from lightning_asyncpp.models.gpt import ActivationCheckpointing
 from lightning_asyncpp.models.saved import check_start
@@ -77,6 +78,7 @@ class GPTModule(PipelineModule):
         initial_weights: str | None = None,
     ) -> None:
         super().__init__()
+        check_choice("decay", decay, Decay)
         self.config = GPTConfig(**config) if isinstance(config, Mapping) else config  # checkpoints hold a mapping
         self.optimizer = optimizer or default_optimizer
         self.warmup_steps = warmup_steps
@@ -204,8 +206,7 @@ def learning_rate_factor(module: Any) -> Callable[[int], float]:
     """
     warmup, decay, least, total = module.warmup_steps, module.decay, module.min_lr_ratio, module.total_steps
     if total is None and decay != "constant":
-        trainer = module.trainer
-        total = trainer.max_steps if trainer.max_steps > 0 else trainer.estimated_stepping_batches
+        total = module.trainer.estimated_stepping_batches
         if not math.isfinite(total) or total <= 0:
             raise ValueError(f"decay={decay!r} needs an end: set total_steps, or max_steps of the Trainer")
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_asyncpp.adapt import pipelined
 from lightning_asyncpp.core.randomness import seeded
 from lightning_asyncpp.data.tokenizer import known_tokenizer, tokenizer_of_definition
-from lightning_asyncpp.errors import ConfigurationError
+from lightning_asyncpp.errors import ConfigurationError, check_choice
 from lightning_asyncpp.trainer.gpt_module import Decay, default_optimizer, scheduled
 from lightning_asyncpp.trainer.hf_model import (
     Dtype,
@@ -101,6 +101,8 @@ class HFModule(LightningModule):
         total_steps: int | None = None,
     ) -> None:
         super().__init__()
+        for name, value, choices in (("task", task, Task), ("dtype", dtype, Dtype), ("decay", decay, Decay)):
+            check_choice(name, value, choices)
         self.model_id, self.pretrained, self.task, self.dtype_name = model_id, pretrained, task, dtype
         self.attn_implementation = attn_implementation
         self.config_overrides, self.lora, self.freeze_patterns = config_overrides or {}, lora, tuple(freeze)

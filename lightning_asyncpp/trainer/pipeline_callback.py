@@ -121,7 +121,7 @@ class PipelineCallback(Callback):
             self._stop_evaluation_if_agreed(after_batch=False)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: LightningModule) -> None:
-        """Install the signal handlers, and skip the validation if a signal is ending the run."""
+        """Install the signal handlers; end the run here if a signal has asked for it."""
         self.preemption.install()
         if self._is_preempted:
             raise SIGTERMException

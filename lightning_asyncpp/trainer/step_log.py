@@ -31,7 +31,10 @@ from lightning_asyncpp.core.updates.update import Update
 from lightning_asyncpp.trainer import private
 
 EPOCH_ENDS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end")
-_FLAGS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group")
+_FLAGS = (
+    "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group",
+    "add_dataloader_idx", "batch_size",
+)  # fmt: skip
 
 
 class Replacement(functools.partial):
@@ -290,9 +293,10 @@ class StepLog:
                 of_replicas.setdefault(row.key, []).append(row)
             for rows in of_replicas.values():
                 private.set_epoch_value(self._trainer, rows[0], _over_replicas(rows))
-        for name in self._epochs_for_bar:
-            self._trainer.progress_bar_metrics[name] = float(self._trainer.callback_metrics[name])
-        self._epochs_for_bar.clear()
+        if self._trainer.training:  # a validation in mid-epoch ends before them
+            for name in self._epochs_for_bar:
+                self._trainer.progress_bar_metrics[name] = float(self._trainer.callback_metrics[name])
+            self._epochs_for_bar.clear()
 
     def _end_epoch(self, name: str, hook: Callable[[], None]) -> None:
         """Run the module's hook at the end of an epoch, then share the values before callbacks monitor them."""

@@ -13,7 +13,7 @@ from lightning_asyncpp.trainer.base import PipelineStrategy
 
 
 class AsyncPipelineStrategy(PipelineStrategy):
-    """Asynchronous pipeline parallelism without a flush: PipeDream-2BW with only a share of each gradient delayed.
+    """Asynchronous pipeline parallelism without a flush; by default only a share of each gradient is delayed.
 
     Raises:
         ConfigurationError: the run cannot be trained; raised on every rank when training starts, with all problems.

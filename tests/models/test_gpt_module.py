@@ -71,10 +71,12 @@ def test_weight_and_loss_leave_padding_out() -> None:
 def test_learning_rate(tmp_path: Path) -> None:
     watch = Watch()
     module = GPTModule(TINY, optimizer=lambda p: torch.optim.Adam(p, lr=0.01), warmup_steps=2, min_lr_ratio=0.1)
-    trainer(tmp_path, callbacks=[watch], enable_checkpointing=False).fit(module, batches(6))
+    trainer(tmp_path, callbacks=[watch], enable_checkpointing=False, max_steps=99).fit(module, batches(6))
     cosine = [0.01 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / 4))) for step in range(4)]
     assert watch.rates == pytest.approx([0.005, 0.01, *cosine])
     constant = learning_rate_factor(GPTModule(TINY, decay="constant", warmup_steps=4))
+    with pytest.raises(ValueError, match="decay='linear': must be 'cosine' or 'wsd' or 'constant'"):
+        GPTModule(TINY, decay="linear")  # type: ignore[arg-type]
     assert [constant(step) for step in (0, 3, 4, 10**6)] == [0.25, 1.0, 1.0, 1.0]
     wsd = learning_rate_factor(GPTModule(TINY, decay="wsd", warmup_steps=4, min_lr_ratio=0.2, total_steps=24))
     assert [wsd(step) for step in (3, 4, 20, 21, 22, 24, 30)] == pytest.approx([1.0, 1.0, 1.0, 0.8, 0.6, 0.2, 0.2])

@@ -279,9 +279,10 @@ class Transport:
             self._next.write(_END, self._sent, [])
 
     def announce_end_of_run(self) -> None:
-        """Tell the next stage, which may be waiting for a message, that none will follow; never waits."""
-        if self._next is not None and not self._closed:
-            self._next.write(_RUN_END, self._sent, [])
+        """Tell the neighbours, which may be waiting for a message, that none will follow; never waits."""
+        for link in (self._prev, self._next):
+            if link is not None and not self._closed:
+                link.write(_RUN_END, self._sent, [])
 
     def expect_end(self) -> None:
         """Wait until the previous stage has announced its end, right after the last received activation.

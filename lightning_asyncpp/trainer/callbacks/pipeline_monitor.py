@@ -101,7 +101,7 @@ class PipelineMonitor(L.Callback):
         self._ending.append((self._since, now, tokens))
         self._since = now
         self._read_ended()
-        if self._recent and (batch_idx + 1) % self.every_n_batches == 0:
+        if self._recent and (trainer.fit_loop.total_batch_idx + 1) % self.every_n_batches == 0:
             for name, value in self._metrics(trainer, pl_module).items():
                 if value is not None:
                     _log(pl_module, name, value)

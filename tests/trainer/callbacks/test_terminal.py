@@ -104,9 +104,10 @@ def test_a_value_that_comes_late_from_a_device(monkeypatch: pytest.MonkeyPatch) 
     noting, run = NotesTheBar(), Run(LogsItsNumber)
     trainer = L.Trainer(
         accelerator="cpu", devices=1, strategy=AsyncPipelineStrategy(microbatches=1), max_epochs=1, logger=False,
-        limit_train_batches=4, enable_checkpointing=False, enable_progress_bar=False, callbacks=[noting],
+        limit_train_batches=4, val_check_interval=2, enable_checkpointing=False, enable_progress_bar=False,
+        callbacks=[noting],
     )  # fmt: skip
-    trainer.fit(LogsItsNumber(run), loader(run))
+    trainer.fit(LogsItsNumber(run), loader(run), loader(run))
     assert noting.bars == [None, 0.0, 1.0, 2.0]
     assert noting.others == [0.0, 1.0, 2.0, 3.0]
     assert trainer.progress_bar_metrics["number_epoch"] == 1.5

@@ -75,7 +75,22 @@ def test_an_epoch_that_ends_on_one_rank(pools: Pools) -> None:
     assert [outcome.error for outcome in outcomes] == ["ProtocolError", "PeerLostError"]
     assert outcomes[0].message.startswith("rank 1 (stage 0) has ended before microbatch 8 (")
     assert "Usually the data loaders have different numbers of batches on these ranks" in outcomes[0].message
-    assert "raised StopIteration on one rank only" in outcomes[0].message
+    assert "a hook or a dataset raised StopIteration" in outcomes[0].message
+
+
+class EndsAlone(L.Callback):
+    """Callback that ends the training on rank 0 only, after an epoch."""
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        trainer.should_stop = trainer.global_rank == 0
+
+
+def test_a_training_that_ends_on_one_rank(pools: Pools) -> None:
+    outcomes = pools.outcomes(
+        2, fit, replace(TWO, callbacks=((EndsAlone, {}),), trainer={"max_epochs": 2}), timeout=SOON
+    )
+    assert {outcome.error for outcome in outcomes} <= {"ProtocolError", "PeerLostError"}, outcomes
+    assert any("set trainer.should_stop" in outcome.message for outcome in outcomes)
 
 
 class SavesAlone(L.Callback):
