@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_asyncpp.adapt import problems_of_layers
 from lightning_asyncpp.core.clipping import clip_values
+from lightning_asyncpp.core.cut.network import called_by_steps
 from lightning_asyncpp.core.cut.partition_choice import example_of
 from lightning_asyncpp.core.cut.units import has_layers
 from lightning_asyncpp.core.engine import Engine
@@ -27,7 +28,7 @@ from lightning_asyncpp.core.tree import merge_outputs
 from lightning_asyncpp.core.updates.update import StepInput, Update
 from lightning_asyncpp.dependencies import required
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.fabric.calls import ONE_MODEL_ONE_OPTIMIZER, module_problems, not_set_up
+from lightning_asyncpp.fabric.calls import ONE_MODEL_ONE_OPTIMIZER, module_problems, not_set_up, refuse_outside_of_steps
 from lightning_asyncpp.fabric.checkpoint import PipelineCheckpoints, resumable
 from lightning_asyncpp.strategy_parts.mixin import expect_early_schedulers
 from lightning_asyncpp.strategy_parts.recording import Recorder
@@ -107,6 +108,8 @@ class PipelineStrategy(PipelineCheckpoints):
             self._cut(module, None if is_cut else module, example=example)
             module.to(self.root_device)
             self.session.start(self._hooks, self.root_device, training=False)
+            if self.session.whole_model.pruned.places:
+                called_by_steps(module).register_forward_pre_hook(refuse_outside_of_steps)
             self.session.whole_model.pruned.show(True)  # so that the user can make the optimizer from all parameters
         return module
 

@@ -8,6 +8,7 @@ from lightning_asyncpp.core.cut.units import model_problems
 from lightning_asyncpp.core.microbatch import problems_of_reduction
 from lightning_asyncpp.core.session import PipelineSession
 from lightning_asyncpp.core.settings import problems_of_precision, problems_of_weight_dtype
+from lightning_asyncpp.errors import ConfigurationError
 
 ONE_MODEL_ONE_OPTIMIZER = (
     "fabric.setup_optimizers: a pipeline has one model, which is set up first, and one optimizer. Call"
@@ -22,6 +23,15 @@ def not_set_up(caller: str) -> str:
         f"{caller} needs a model and an optimizer: call model = fabric.setup_module(model) and then"
         " optimizer = fabric.setup_optimizers(make_optimizer(model)) first"
     )
+
+
+def refuse_outside_of_steps(module: nn.Module, args: object) -> None:
+    """Refuse a call of the cut model that no step makes; a forward pre-hook."""
+    if "forward" not in vars(module):  # see ModelCall
+        raise ConfigurationError(
+            "model(...) outside of a step: this rank has only its stage of the model; call"
+            " strategy.evaluation_step(lambda microbatch: model(microbatch), batch) on every rank"
+        )
 
 
 def module_problems(session: PipelineSession, module: nn.Module, precision: str, loss_reduction: str) -> list[str]:

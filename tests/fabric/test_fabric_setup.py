@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_asyncpp.core.cut.cutting import materialize
 from lightning_asyncpp.core.cut.units import pipeline_units
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.fabric import AsyncPipelineStrategy, DelayedGradientStrategy
 from lightning_asyncpp.models import GPT, GPTConfig
 from tests.helpers.cases import Case, make_model
@@ -117,6 +118,8 @@ def test_middle_stages_read_nothing(pools: Pools) -> None:
 def local_state() -> list[str]:
     """Return the keys of ``state_dict()`` on the last stage; calling it there must not wait for other ranks."""
     run = Run(Case(3, scheduler=True))
+    with pytest.raises(ConfigurationError, match="outside of a step: this rank has only its stage"):
+        run.model(torch.zeros(1, 2))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*lr_scheduler.step")
         run.train(stop=2)
