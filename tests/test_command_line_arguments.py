@@ -113,6 +113,8 @@ def test_a_short_name_finds_the_optimizers_class() -> None:
 
 
 PREPARE = ["prepare", "x", "--tokenizer", "byte"]
+NUMBERS = ("plan --devices 0", "plan --devices -2", "plan --memory -5", "plan --mfu 0")
+NUMBERS += ("check --updates 0", "check --stages -1", "check --microbatches 0")
 MISTAKES = {
     "option": ([*FIT, "--mircobatches=3"], "there is no 'mircobatches'; did you mean trainer.strategy.microbatches?"),
     "optimizer": ([*FIT, "--optimizer", "Adamm"], "there is no 'Adamm'; did you mean Adam?"),
@@ -120,15 +122,19 @@ MISTAKES = {
     "type": ([*FIT, "--trainer.max_steps", "many"], 'Parser key "trainer.max_steps"'),
     "no-module": ([*FIT, "--model", "nowhere.Model"], "No module named 'nowhere'"),
     "no-recipe": (["fit"], "model. Give a recipe that names a model; `asyncpp recipes` lists"),
-    "subcommand": (["chek"], "there is no subcommand 'chek'; did you mean check?\n"),
+    "subcommand": (["fti"], "there is no subcommand 'fti'; did you mean fit?\n"),
     "check": (["check", RECIPE, "--microbatchs", "2"], "'microbatchs'; did you mean trainer.strategy.microba"),
     "prepare": ([*PREPARE, "--output", "y", "--text_ke=3"], "did you mean --text-key?"),
     "several": (
-        ["fit", MOE, "--model.config.num_heads=3", "--model.config.moe.top_k=50"],
-        "num_heads=3\n  - moe.top_k",
+        ["fit", MOE, "--model.config.num_heads=3", "--model.config.moe={top_k: 50, every: 0}"],
+        "num_heads=3\n  - moe.top_k=50: must be from 1 to num_experts=8\n  - moe.every=0: must be at least 1",
     ),
     "lookahead": ([*FIT, "--trainer.strategy.lookahead=-1"], "lookahead=-1 must be 0 or more\n"),
     "devices": ([*FIT, "--trainer.devices", "lots"], "the Trainer refuses its arguments: `devices`"),
+    "best": (["test", FIT[1], "--ckpt_path=best"], "--ckpt_path best: only the process that trained knows"),
+    "copy": (["recipes", "--copy", "quickstart.yaml", str(RECIPES)], "quickstart.yaml exists already"),
+    "pickle": (["checkpoint", "convert", "x", "y.safetensors", "--to=full"], "--to full cannot write y.safetensors"),
+    **{text: (text.split(), "must be a") for text in NUMBERS},
     "data": ([*FIT, "--data.source", "nowhere"], "source='nowhere': there is no such folder. Give "),
 }
 

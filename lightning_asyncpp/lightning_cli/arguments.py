@@ -26,12 +26,13 @@ def package_recipes() -> dict[str, Path]:
     return {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.yaml"))}
 
 
-def package_recipe(name: str) -> Path:
-    """Return the file of a recipe of the package.
+def package_recipe(given: str) -> Path:
+    """Return the file of a recipe of the package: ``quickstart``, also written ``recipes/quickstart.yaml``.
 
     Raises:
         ConfigurationError: no recipe has this name.
     """
+    name = given.removeprefix("./").removeprefix("recipes/").removesuffix(".yaml")
     recipes = package_recipes()
     if name not in recipes:
         raise ConfigurationError(
@@ -56,7 +57,7 @@ def recipe_path(given: str) -> str:
     """
     if not _LIKE_A_NAME.fullmatch(given) or (os.path.exists(given) and not os.path.isdir(given)):
         return given
-    return str(package_recipe(given.removeprefix("./").removeprefix("recipes/").removesuffix(".yaml")))
+    return str(package_recipe(given))
 
 
 STRATEGIES = {

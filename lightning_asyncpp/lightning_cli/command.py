@@ -46,6 +46,8 @@ def check_start(trainer: L.Trainer, data: L.LightningDataModule | None, ckpt_pat
             data.check_source()
         except DataError as error:
             problems.append(str(error))
+    if ckpt_path == "best":
+        problems.append("--ckpt_path best: only the process that trained knows the best checkpoint; give its path")
     if ckpt_path is not None and _FILE.fullmatch(ckpt_path) and not os.path.lexists(ckpt_path):
         problems.append(f"--ckpt_path {ckpt_path}: there is no such file or folder")
     if isinstance(strategy := trainer.strategy, PipelineStrategy):

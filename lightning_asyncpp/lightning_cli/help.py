@@ -16,7 +16,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     ends: dict[str, str] = {}
     for candidate in known:
         ends.setdefault(_end(candidate), candidate)
-    nearest = difflib.get_close_matches(_end(name), ends, n=1, cutoff=0.7)
+    nearest = difflib.get_close_matches(_end(name), ends, n=1, cutoff=0.65)
     return f"; did you mean {ends[nearest[0]]}?" if nearest else ""
 
 

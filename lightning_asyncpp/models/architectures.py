@@ -222,9 +222,4 @@ def name_there(architecture: Architecture, name: str, config: GPTConfig) -> str 
         theirs = theirs.replace(LAYER, block.group(1))
     if EXPERT not in theirs:
         return theirs
-    return [theirs.replace(EXPERT, str(expert)) for expert in range(number_of_experts(config))]
-
-
-def number_of_experts(config: GPTConfig) -> int:
-    """Return the number of experts per layer; 0 for a dense model."""
-    return 0 if config.moe is None else config.moe.num_experts
+    return [theirs.replace(EXPERT, str(expert)) for expert in range(config.moe.num_experts if config.moe else 0)]

@@ -62,8 +62,9 @@ class MoEConfig:
             f"router={self.router!r}: must be 'softmax' or 'sigmoid'": self.router not in ("softmax", "sigmoid"),
             f"balance_bias_rate={self.balance_bias_rate!r}: only the sigmoid router has a bias; set router: sigmoid, or"
             " set this to 0 and use balance_loss": self.router == "softmax" and self.balance_bias_rate != 0,
+            f"every={self.every}: must be at least 1": self.every < 1,
             f"num_dense_layers={self.num_dense_layers}, every={self.every}: none of num_layers={num_layers} blocks has"
-            " experts": not any(map(self.is_moe_layer, range(num_layers))),
+            " experts": self.every > 0 and not any(map(self.is_moe_layer, range(num_layers))),
         }
         return [f"moe.{problem}" for problem, found in wrong.items() if found]
 

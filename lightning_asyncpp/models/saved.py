@@ -98,10 +98,8 @@ def expected_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def tensor_problems(
-    found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], limit: int = 8
-) -> list[str]:
-    """Return the first ``limit`` differences between found and expected tensors, and a count of the rest."""
+def tensor_problems(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Return the first eight differences between found and expected tensors, and a count of the rest."""
     problems = [f"lacks: {name}" for name in expected if name not in found]
     problems += [f"has a tensor that the model lacks: {name}" for name in found if name not in expected]
     problems += [
@@ -109,7 +107,7 @@ def tensor_problems(
         for name, shape in expected.items()
         if found.get(name, shape) != shape
     ]
-    return problems[:limit] + ([f"and {len(problems) - limit} more"] if len(problems) > limit else [])
+    return problems[:8] + ([f"and {len(problems) - 8} more"] if len(problems) > 8 else [])
 
 
 def _fill_buffers(module: nn.Module) -> None:

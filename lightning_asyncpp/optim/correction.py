@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from lightning_asyncpp.errors import ConfigurationError
+
 Weights = Mapping[Tensor, Tensor]
 Entries = dict[Tensor, dict[str, Any]]
 
@@ -42,6 +44,11 @@ class DelayCorrection(Optimizer):
     param_groups, state, defaults = _of_base("param_groups"), _of_base("state"), _of_base("defaults")
 
     def __init__(self, params: ParamsT, base: Callable[[Iterable], Optimizer]) -> None:
+        if not callable(base):
+            raise ConfigurationError(
+                f"base={type(base).__name__}(...): must be a function that makes the optimizer from parameters, such as"
+                " functools.partial(torch.optim.SGD, lr=0.1)"
+            )
         self.base = base(params)
         self.delay: float | Mapping[Tensor, float] = 1
         self._provided: Weights | None = None
@@ -175,7 +182,8 @@ class WeightPrediction(DelayCorrection):
         Y_{t+1} = Y_t - u_t                               the trajectory of the base, Y_0 = W_0
         W_{t+1} = Y_{t+1} - (h + a) * u_t                 gradients are taken here
 
-    h may change during a run, when the first updates without delay are over; Y is not affected. With h + a = s this is
+    h may change during a run, when the first updates without delay are over; Y is not affected. Where h + a becomes 0,
+    the last prediction is taken back, and the base goes on alone. With h + a = s this is
     :class:`~lightning_asyncpp.optim.ErrorFeedback` of strength s, except that WeightPrediction already predicts at the
     first update. The base steps on W, so its weight decay acts on W.
 
@@ -196,7 +204,7 @@ class WeightPrediction(DelayCorrection):
         self.ahead = ahead
 
     def _acts_on(self, p: Tensor) -> bool:
-        return self.ahead > 0 or self.delay_of(p) > 0
+        return self.ahead > 0 or self.delay_of(p) > 0 or "predicted_step" in self.state.get(p, {})
 
     def _correct(self, params: list[Tensor], before: Weights, remembered: Entries) -> None:
         for p in params:
@@ -207,5 +215,6 @@ class WeightPrediction(DelayCorrection):
             horizon = self.ahead + self.delay_of(p)
             if known is not None:
                 p.add_(known["predicted_step"], alpha=known["predicted_horizon"])
-            p.sub_(step, alpha=horizon)
-            self.state[p].update(predicted_step=step, predicted_horizon=horizon)
+            if horizon:
+                p.sub_(step, alpha=horizon)
+                self.state[p].update(predicted_step=step, predicted_horizon=horizon)

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from lightning_asyncpp.errors import check_choice
 from lightning_asyncpp.optim.correction import DelayCorrection, Entries, Weights
+
+BufferDtype = Literal["bfloat16", "float16", "float32", "float64"]
 
 CPU_CHUNK_ELEMENTS = 2**17
 """Number of elements of a piece on a CPU: a piece fits the CPU's cache, so that memory is read once. Results do not
@@ -36,7 +39,8 @@ class ErrorFeedback(DelayCorrection):
     With the strategies' ``weight_dtype="bf16"`` (:meth:`compute_weights`), the parameters are masters in fp32, which
     forwards do not use. The masters then hold Y, the base trajectory (docs/reference/optimizers.md, "Corrections"), to
     which s * u_0 is added once, after the first update. The weights W_{t+1} = Y_{t+1} - s * u_t exist only in bf16. The
-    buffer holds Y_t during the step and u_t after it, so no further copy is needed. Decoupled weight decay acts on Y
+    buffer holds Y_t during the step and u_t after it, so no further copy is needed. W then follows the formula only for
+    a constant strength: if phi changes, so does the factor s of u_{t-1} in W_t. Decoupled weight decay acts on Y
     instead of W, a difference of the order of lr * weight_decay * u. That page's identity of W and Y does not hold for
     rounded steps, so with a ``buffer_dtype`` the masters hold W.
 
@@ -48,7 +52,7 @@ class ErrorFeedback(DelayCorrection):
         base: function that makes the optimizer from ``params``: a class,
             ``functools.partial(torch.optim.AdamW, lr=1e-3)``, or in a YAML file ``class_path`` and ``init_args``.
         strength: factor on the difference of the steps, at least 0; 1 is the published rule, 0 keeps the base step.
-        buffer_dtype: dtype of the stored steps, "bfloat16" or "float32"; None for the parameter's. The weights are
+        buffer_dtype: dtype of the stored steps, such as "bfloat16"; None for the parameter's. The weights are
             corrected by the rounded steps that are stored, so rounding errors do not add up: they telescope.
     """
 
@@ -59,8 +63,10 @@ class ErrorFeedback(DelayCorrection):
         params: ParamsT,
         base: Callable[[Iterable], Optimizer],
         strength: float = 1.0,
-        buffer_dtype: Literal["bfloat16", "float32"] | None = None,
+        buffer_dtype: BufferDtype | None = None,
     ) -> None:
+        if buffer_dtype is not None:
+            check_choice("buffer_dtype", buffer_dtype, BufferDtype)
         super().__init__(params, base)
         self.strength = strength
         self.buffer_dtype = buffer_dtype

@@ -64,7 +64,8 @@ class MuonAdamW(Optimizer):
     matrix is updated as by ``torch.optim.Muon``, a 3-D weight (experts, out, in) as one matrix (out, in) per expert,
     and all other parameters exactly as by ``torch.optim.AdamW``. Parameters whose gradient is None do not change.
 
-    The algorithm is chosen parameter by parameter, even within a group: docs/reference/optimizers.md has the rule.
+    The algorithm is chosen parameter by parameter, even within a group: docs/reference/optimizers.md has the rule. A
+    3-D weight is taken for one of experts unless its name has ``conv``: give other convolutions ``use_muon=False``.
 
     Names come from ``module.named_parameters()``, or from :meth:`name_parameters`, which strategies call before the
     first step.
@@ -153,6 +154,8 @@ class MuonAdamW(Optimizer):
             if group[name] not in known:
                 raise ValueError(f"{type(self).__name__}: {name}={group[name]!r} must be one of {', '.join(known)}")
         adamw_lr = group.pop("adamw_lr")
+        if adamw_lr is not None and not group["lr"]:
+            raise ValueError(f"lr={group['lr']}: must be above 0, as adamw_lr={adamw_lr} is kept as a multiple of it")
         group.setdefault("adamw_lr_ratio", 1.0 if adamw_lr is None else adamw_lr / group["lr"])
         self._choose_all(group)
 
@@ -193,7 +196,8 @@ class MuonAdamW(Optimizer):
         elif group["use_muon"] is not None:
             self._uses_muon[id(p)] = group["use_muon"]
         elif name is not None:
-            self._uses_muon[id(p)] = re.search(group["adamw_names"], name) is None
+            is_convolution = p.ndim == 3 and "conv" in name
+            self._uses_muon[id(p)] = not is_convolution and re.search(group["adamw_names"], name) is None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -307,7 +311,7 @@ def lr_scale(adjust_lr: str, fan_out: int, fan_in: int) -> float:
     """Return the factor on a matrix's learning rate, as ``adjust_lr_fn`` of torch.optim.Muon."""
     if adjust_lr == "original":
         return math.sqrt(max(1, fan_out / fan_in))
-    return 0.2 * math.sqrt(max(fan_out, fan_in))
+    return RMS * math.sqrt(max(fan_out, fan_in))
 
 
 def _stacks(p: Tensor, state: dict[str, Any]) -> Iterator[Stack]:

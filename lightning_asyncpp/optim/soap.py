@@ -85,13 +85,13 @@ class SOAP(Optimizer):
 
 def _update(p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
     if not state:
-        state["step"] = torch.zeros(())
+        state["step"] = 0
         for key in ("exp_avg", "exp_avg_sq"):
             state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
         if _make_bases(grad, state, group):
             return
-    state["step"] += 1
-    step, (beta1, beta2) = int(state["step"]), group["betas"]
+    step = state["step"] = int(state["step"]) + 1  # older versions saved a tensor
+    beta1, beta2 = group["betas"]
     mean, mean_square = state["exp_avg"], state["exp_avg_sq"]
     rotated = _rotate(grad, state)
     mean.lerp_(grad, 1 - beta1)

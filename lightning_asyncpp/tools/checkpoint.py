@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if arguments.entry is not None and arguments.to != "weights":
         parser.error(f"--entry {arguments.entry} works only with --to weights")
+    if arguments.to == "full" and arguments.output.endswith(".safetensors"):
+        parser.error(f"--to full cannot write {arguments.output}: safetensors hold only tensors; use --to weights")
     _convert(arguments)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from lightning_asyncpp.data import Tokenizer, tokenizer_of_definition
 from lightning_asyncpp.data.tokenizer import end_of_text_in, load_tokenizer, prompt_tokens
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.models import SavedGPT, WeightsError, open_saved
 from lightning_asyncpp.models.sampling import Sampling, generate_tokens, logits_of
 from lightning_asyncpp.tools.parsers import DTYPE_NAMES, generate_parser
@@ -20,6 +21,10 @@ _UNFINISHED = "\ufffd"  # the decoder's character for incomplete bytes
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the prompt and its continuation, token by token."""
     arguments = generate_parser().parse_args(argv)
+    try:
+        torch.empty(0, device=arguments.device)
+    except (RuntimeError, AssertionError):  # an unknown name, or no such device in this machine or torch
+        raise ConfigurationError(f"--device {arguments.device}: torch has no such device here; use cpu") from None
     temperature = 0.0 if arguments.greedy else arguments.temperature
     sampling = Sampling(temperature, arguments.top_k, arguments.top_p, arguments.seed)
     saved = open_saved(arguments.model)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
@@ -46,7 +47,14 @@ def columns(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
 def count(text: str) -> int:
     """Parse a whole number of at least 1."""
     if (number := int(text)) < 1:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return number
+
+
+def positive(text: str) -> float:
+    """Parse a number above 0."""
+    if not 0 < (number := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be a number above 0")
     return number
 
 
@@ -142,9 +150,9 @@ def check_parser() -> ToolParser:
         " RECIPE may be written instead of RECIPE. The model is trained on the CPU, in this process, so it should be"
         " small.",
     )
-    parser.add_argument("--stages", type=int, help="number of stages (default: the recipe's)")
-    parser.add_argument("--microbatches", type=int, help="pieces of a batch (default: the recipe's)")
-    parser.add_argument("--updates", type=int, default=4, help="number of updates (default: 4)")
+    parser.add_argument("--stages", type=count, help="number of stages (default: the recipe's)")
+    parser.add_argument("--microbatches", type=count, help="pieces of a batch (default: the recipe's)")
+    parser.add_argument("--updates", type=count, default=4, help="number of updates (default: 4)")
     parser.add_argument("--seed", type=int, default=0, help="seed of dropout and of weights on the meta device")
     return parser
 
@@ -191,13 +199,13 @@ def plan_parser() -> ToolParser:
         epilog="More options override the recipe (--model..., --data..., --trainer..., --optimizer...), as for"
         " `asyncpp fit`; --config RECIPE may be written instead of RECIPE.",
     )
-    parser.add_argument("--devices", type=int, help="number of devices, on all nodes (default: the recipe's)")
+    parser.add_argument("--devices", type=count, help="number of devices, on all nodes (default: the recipe's)")
     parser.add_argument("--device", default="h100", choices=DEVICES, help=f"kind: {', '.join(DEVICES)} (default: h100)")
     parser.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="print JSON in place of tables, or write it to FILE"
     )
-    parser.add_argument("--memory", type=float, help="memory of a device in GiB (default: the kind's)")
-    parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak FLOP/s reached (default: 0.4)")
+    parser.add_argument("--memory", type=positive, help="memory of a device in GiB (default: the kind's)")
+    parser.add_argument("--mfu", type=positive, default=0.4, help="share of the peak FLOP/s reached (default: 0.4)")
     return parser
 
 

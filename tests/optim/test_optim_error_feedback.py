@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
 from lightning_asyncpp.optim.error_feedback import feed_back
 
@@ -131,6 +132,12 @@ def test_a_copy_goes_on_bitwise():
     train(optimizer, params, range(3, 6))
     train(copied_optimizer, copied, range(3, 6))
     assert all(torch.equal(p, q) for p, q in zip(params.values(), copied.values()))
+
+
+@pytest.mark.parametrize("wrong", [{"base": torch.optim.SGD([torch.ones(1)])}, {"base": list, "buffer_dtype": "bf16"}])
+def test_wrong_arguments_are_refused(wrong):
+    with pytest.raises(ConfigurationError, match=r"^base=SGD\(\.\.\.\): must be a |^buffer_dtype='bf16': must be '"):
+        ErrorFeedback([], **wrong)
 
 
 def test_a_closure_is_evaluated_once_before_the_weights_move():

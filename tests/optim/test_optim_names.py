@@ -33,6 +33,7 @@ ADAMW = [
     ("layers.0.norm.weight", (8,)),
     ("gate.weight", (1, 8)),
     ("conv.weight", (8, 3, 3, 3)),
+    ("encoder.conv1.weight", (8, 6, 3)),
 ]
 
 
@@ -106,14 +107,12 @@ def test_a_step_without_names_says_what_to_do():
 
 def test_a_group_may_choose():
     module = model()
-    optimizer = MuonAdamW(
-        [
-            {"params": module["up"].parameters(), "use_muon": True},
-            {"params": [module["down"].weight, module["embed"].weight], "use_muon": False},
-            {"params": [module["down"].bias]},
-        ],
-        newton_schulz_dtype="float32",
-    )
+    groups = [
+        {"params": module["up"].parameters(), "use_muon": True},
+        {"params": [module["down"].weight, module["embed"].weight], "use_muon": False},
+        {"params": [module["down"].bias]},
+    ]
+    optimizer = MuonAdamW(groups, newton_schulz_dtype="float32")
     step(optimizer, module.parameters())
     assert [p for p in module.parameters() if is_muons(optimizer, p)] == [module["up"].weight]
 
@@ -124,6 +123,8 @@ def test_learning_rates_and_decays_of_adamw():
     expected = [(0.01, 0.3), (0.05, 0.0), (0.025, 0.3)]
     vectors, twins = ([nn.Parameter(torch.ones(3)) for _ in groups] for _ in range(2))
     each = [{"params": [p], **group} for p, group in zip(vectors, groups)]
+    with pytest.raises(ValueError, match=r"^lr=0\.0: must be above 0, as adamw_lr=0\.02"):
+        MuonAdamW(vectors, lr=0.0, adamw_lr=0.02)
     optimizer = MuonAdamW(each, lr=0.2, adamw_lr=0.02, adamw_weight_decay=0.3)
     for group in optimizer.param_groups:
         group["lr"] /= 2

@@ -54,18 +54,18 @@ def test_parameters_of_different_delays_are_corrected_each_by_its_own():
 
 
 @pytest.mark.parametrize("ahead", [0.0, 1.0])
-@pytest.mark.parametrize("resume_at", [None, 3, 4])
-def test_it_goes_on_along_the_trajectory_of_the_base_when_a_delay_begins(ahead, resume_at):
+@pytest.mark.parametrize("resume_at", [None, 3, 4, 6])
+def test_it_goes_on_along_the_trajectory_of_the_base_when_a_delay_begins_or_ends(ahead, resume_at):
     """W = Y - (h + a) u holds with the current h, also after resuming where the delay changes, or later."""
     p = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     make = partial(WeightPrediction, [p], partial(torch.optim.SGD, lr=0.1), ahead=ahead)
     optimizer, base = make(), torch.zeros(2, dtype=torch.float64)
-    for t in range(6):
+    for t in range(8):
         if t == resume_at:
             state = copy.deepcopy(optimizer.state_dict())
             optimizer = make()
             optimizer.load_state_dict(state)
-        delay = int(t >= 3)
+        delay = int(3 <= t < 6)
         optimizer.set_delay(delay)
         p.grad = torch.full((2,), t + 1.0, dtype=torch.float64)
         optimizer.step()

@@ -90,9 +90,7 @@ def test_export_import_generate(which: str, request: pytest.FixtureRequest, comm
     printed = command("export", run.checkpoint, tmp_path / "out")
     assert printed.startswith(f"LlamaForCausalLM of {sum(p.numel() for p in run.module.parameters()):,} parameters: ")
     files = {path.name for path in (tmp_path / "out").iterdir() if path.suffix == ".json"}
-    assert files == {
-        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-    }  # fmt: skip
+    assert files == {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
     printed = command("import", tmp_path / "out", "--output", tmp_path / "in.ckpt")
     arguments = yaml.safe_load(printed)["model"]["init_args"]
     assert arguments["initial_weights"] == str(tmp_path / "in.ckpt")
@@ -131,9 +129,9 @@ def test_what_cannot_be_generated(by_bytes: Trained, by_pairs: Trained, command:
     bare, state = tmp_path / "bare.ckpt", by_bytes.module.model.state_dict()  # type: ignore[union-attr]
     torch.save({"model": state, "config": asdict(CONFIG)}, bare)
     assert "has no tokenizer; name one" in command("generate", bare, fails=True)
-    assert command("generate", bare, "--tokenizer", "byte", "--prompt", "doc", "--max-new-tokens", "4").startswith(
-        "doc"
-    )
+    text = command("generate", bare, "--tokenizer", "byte", "--prompt", "doc", "--max-new-tokens", "4")
+    assert text.startswith("doc")
+    assert "--device foo: torch has no" in command("generate", bare, "--device", "foo", fails=True)
     (tmp_path / "tokenizer.json").write_text(by_pairs.data.tokenizer.definition)
     assert "has 320 tokens" in command("generate", bare, "--tokenizer", tmp_path / "tokenizer.json", fails=True)
     state["head.weight"] = torch.full_like(state["head.weight"], float("nan"))

@@ -90,7 +90,7 @@ def _memory(plan: Mapping[str, Any]) -> list[str]:
     sizes = [stage["bytes"] for stage in stages]
     unit, per = ("GiB", GIB) if max(size["total"] for size in sizes) > GIB else ("MiB", 2**20)
     parts = [part for part in sizes[0] if any(size[part] >= 0.01 * size["total"] for size in sizes)]  # not negligible
-    rows = [["stage", "layers", "params", *parts, "flights", "fits", "busy"]]
+    rows = [["stage", "layers", "params", *parts, "in flight", "fits", "busy"]]
     for index, stage in enumerate(stages):
         names = stage["layers"]
         rows.append([

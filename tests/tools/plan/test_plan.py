@@ -181,7 +181,8 @@ def test_masters_beside_versions_in_bf16(capsys: pytest.CaptureFixture[str], tmp
 
 def test_what_two_stages_share_counts_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     recipe = Case(2, {**TINY, "tie_embeddings": True}, SGD, 4, {"microbatches": 2}).recipe()
-    plan = planned(capsys, written(tmp_path, recipe))
+    soap = ["--optimizer=lightning_asyncpp.optim.SOAP", "--optimizer.precondition_frequency=1"]
+    plan = planned(capsys, written(tmp_path, recipe), *soap)
     assert sum(stage["parameters"] for stage in plan["stages"]) == plan["parameters"] + 64 * 32
 
 
