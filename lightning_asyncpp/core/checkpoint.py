@@ -165,6 +165,7 @@ def stage_pipeline_state(session: PipelineSession) -> dict[str, Any]:
         "delay": settings.delay,
         "staleness": settings.staleness,
         "slack": settings.slack,
+        "synchronous_start": settings.synchronous_start,
         "weight_dtype": settings.weight_dtype,
         "seed": engine.runner.seed,
         "mini_batch": engine.mini_batch,

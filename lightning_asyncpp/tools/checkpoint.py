@@ -21,7 +21,7 @@ from lightning_asyncpp.tools.parsers import checkpoint_parser
 
 _OF_PIPELINE = (
     "num_stages", "partition", "data_parallel_size", "microbatches", "lookahead", "delay", "staleness", "slack",
-    "weight_dtype", "seed", "mini_batch", "optimizer",
+    "synchronous_start", "weight_dtype", "seed", "mini_batch", "optimizer",
 )  # fmt: skip
 _LIGHTNING = "pytorch-lightning_version"
 
