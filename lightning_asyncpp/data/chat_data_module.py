@@ -15,7 +15,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_asyncpp.data.chat_examples import Example, Row, encode, padded, read_rows
-from lightning_asyncpp.data.replica import replica_loader, replica_of, size_of_model
+from lightning_asyncpp.data.corpus import check_arguments
+from lightning_asyncpp.data.replica import check_enough, replica_loader, replica_of, size_of_model
 from lightning_asyncpp.data.token_dataset import default_cache_dir, new_folder, write_split
 from lightning_asyncpp.data.tokenizer import fetch, is_hub_name, known_tokenizer
 from lightning_asyncpp.dependencies import optional_package
@@ -69,6 +70,7 @@ class ChatDataModule(L.LightningDataModule):
         seed: int = 42,
     ) -> None:
         super().__init__()
+        check_arguments(val_fraction, batch_size)
         self.source, self.tokenizer_name = source, tokenizer
         self.max_length, self.batch_size = max_length, batch_size
         self.val_source, self.val_fraction = val_source, val_fraction
@@ -105,7 +107,7 @@ class ChatDataModule(L.LightningDataModule):
         """Open the tokenised data, and compare it with the trainer's model.
 
         Raises:
-            DataError: the data is missing, has too few conversations, or does not fit the model's sizes.
+            DataError: the data is missing, or does not fit the model's sizes.
         """
         tokenizer = read_tokenizer(self.tokenizer_name)
         folder = self._folder(tokenizer)
@@ -138,9 +140,13 @@ class ChatDataModule(L.LightningDataModule):
         if self._prepared is None:
             raise DataError("the data is not set up; call prepare_data() and setup() first, or give it to a Trainer")
         replicas, rank = replica_of(self.trainer)
+        if drop_last := training or replicas > 1:
+            where = self.val_source if split == "val" and self.val_source else self.source
+            samples = f"conversations ({split}) of at most max_length={self.max_length} tokens"
+            check_enough(where, self._found[split], samples, self.batch_size * replicas, "Raise max_length")
         return replica_loader(
             str(self._prepared / split), self.batch_size, replica=(replicas, rank), num_workers=self.num_workers,
-            shuffle=training and self.shuffle, drop_last=training or replicas > 1, seed=self.seed,
+            shuffle=training and self.shuffle, drop_last=drop_last, seed=self.seed,
             collate_fn=partial(padded, self._padding),
         )  # fmt: skip
 
@@ -182,13 +188,6 @@ class ChatDataModule(L.LightningDataModule):
         return self.cache_dir / f"chat-{digest.hexdigest()[:24]}"
 
     def _check_sizes(self) -> None:
-        needed, found = self.batch_size * replica_of(self.trainer)[0], self._found["train"]
-        if found < needed:
-            raise DataError(
-                f"{self.source} has {found} conversations of at most max_length={self.max_length} tokens, and at least"
-                f" {needed} are needed for a batch; raise max_length, lower batch_size, or give more"
-                " conversations"
-            )
         largest = self._found["largest"]
         for name, needs in (("vocab_size", max(largest, self._padding) + 1), ("context_length", self.max_length)):
             has = size_of_model(self.trainer, name)

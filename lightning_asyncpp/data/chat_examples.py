@@ -56,7 +56,7 @@ def read_rows(path: Path, val_fraction: float = 0.0) -> Iterator[Row]:
     Raises:
         DataError: a line is not JSON or not a conversation; the message names file and line.
     """
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
@@ -65,7 +65,7 @@ def read_rows(path: Path, val_fraction: float = 0.0) -> Iterator[Row]:
                 content = json.loads(line)
             except ValueError as error:
                 raise DataError(f"{where} is not JSON: {error}; give JSON lines, {_FORMS}") from error
-            draw = int.from_bytes(hashlib.sha256(line.strip().encode()).digest()[:8], "big") / 2**64
+            draw = int.from_bytes(hashlib.sha256(line.strip()).digest()[:8], "big") / 2**64
             yield Row(where, *_messages(content, where), draw < val_fraction)
 
 
@@ -121,7 +121,8 @@ def _conversation(tokenizer: Any, row: Row) -> tuple[str, list[tuple[int, int]]]
     text = _rendered(tokenizer, row, row.messages)
     spans = []
     for place, message in enumerate(row.messages):
-        if message["role"] != ASSISTANT:
+        # Templates show no prompt before a turn with which a conversation begins, so it is no target.
+        if message["role"] != ASSISTANT or all(m["role"] == ASSISTANT for m in row.messages[:place]):
             continue
         before = _rendered(tokenizer, row, row.messages[:place], add_generation_prompt=True)
         until = _rendered(tokenizer, row, row.messages[: place + 1])

@@ -91,6 +91,18 @@ def find_text_files(
     return taken
 
 
+def check_arguments(val_fraction: float, batch_size: int = 1) -> None:
+    """Check arguments that the data modules share.
+
+    Raises:
+        DataError: ``val_fraction`` is not in [0, 1), or ``batch_size`` is below 1.
+    """
+    if not 0 <= val_fraction < 1:
+        raise DataError(f"val_fraction={val_fraction!r} (--val-fraction): not a share. Give a number from 0 to below 1")
+    if batch_size < 1:
+        raise DataError(f"batch_size={batch_size!r}: a batch has at least one sample. Give 1 or more")
+
+
 def split(items: Sequence[Item], val_fraction: float) -> tuple[list[Item], list[Item]]:
     """Split documents into training and validation by a hash of their names.
 
@@ -98,12 +110,13 @@ def split(items: Sequence[Item], val_fraction: float) -> tuple[list[Item], list[
     although ``val_fraction`` is not 0, one document is moved to it.
 
     Raises:
-        DataError: there is only one document, and ``val_fraction`` is not 0.
+        DataError: ``val_fraction`` is not a share, or not 0 although there is only one document.
     """
+    check_arguments(val_fraction)
     if val_fraction > 0 and len(items) < 2:
         raise DataError(
-            f"{items[0].name} cannot be divided into training and validation. Cut it into several, or set the"
-            " validation fraction to 0"
+            f"val_fraction={val_fraction} (--val-fraction): one file, or one .jsonl of up to 64 kB, is not divided. Set"
+            " it to 0, or cut the text into several files"
         )
     draws = {item: item.draw("split") for item in items}
     validation = {item for item in items if draws[item] < val_fraction}

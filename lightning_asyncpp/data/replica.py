@@ -146,6 +146,19 @@ def replica_loader(
     return loader
 
 
+def check_enough(where: str, found: int, samples: str, needed: int, remedy: str) -> None:
+    """Check that a dataset has enough samples, for instance for a batch of every replica.
+
+    Raises:
+        DataError: there are fewer than ``needed``.
+    """
+    if found < needed:
+        raise DataError(
+            f"{where} holds {found} {samples}, and at least {needed} are needed. {remedy}, lower batch_size, or"
+            " give more"
+        )
+
+
 def _parts(source: Any) -> list[Any]:
     return [source] if isinstance(source, classes_of_litdata("StreamingDataset")) else list(source._datasets)
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 import torch
 
-from lightning_asyncpp.data.corpus import LIBRARIES, TEXT_PATTERNS, TextFile, find_text_files, split
-from lightning_asyncpp.data.replica import replica_loader, replica_of, size_of_model
+from lightning_asyncpp.data.corpus import LIBRARIES, TEXT_PATTERNS, TextFile, check_arguments, find_text_files, split
+from lightning_asyncpp.data.replica import check_enough, replica_loader, replica_of, size_of_model
 from lightning_asyncpp.data.token_dataset import (
     TokenSource,
     count_sequences,
@@ -55,7 +55,7 @@ class TextDataModule(L.LightningDataModule):
         batch_size: number of sequences per replica and training step.
         val_fraction: share of the text files for validation, chosen by a hash of their names; 0 for no validation.
         val_source: folder or URI of the tokens to validate on, if ``source`` is a token dataset.
-        patterns: globs of the text files, relative to the folder.
+        patterns: one or several globs of the text files, relative to the folder.
         max_bytes: maximum number of bytes of text; ``None`` for all.
         cache_dir: folder for prepared datasets; ``None`` for ``lightning_asyncpp`` in the user's cache folder.
         num_workers: number of processes that load data, per training process; 0 loads in the training process.
@@ -83,8 +83,7 @@ class TextDataModule(L.LightningDataModule):
         seed: int = 42,
     ) -> None:
         super().__init__()
-        if not 0 <= val_fraction < 1:
-            raise DataError(f"val_fraction={val_fraction!r} is not a share. Give a number from 0 to below 1")
+        check_arguments(val_fraction, batch_size)
         if tokenizer == "bpe" and (vocab_size is None or vocab_size < 257):
             raise DataError(f"vocab_size={vocab_size!r}: tokenizer='bpe' needs at least 257: 256 bytes, 1 end token")
         self.source = source
@@ -94,7 +93,7 @@ class TextDataModule(L.LightningDataModule):
         self.batch_size = batch_size
         self.val_fraction = val_fraction
         self.val_source = val_source
-        self.patterns = tuple(patterns)
+        self.patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
         self.max_bytes = max_bytes
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
         self.num_workers = num_workers
@@ -118,7 +117,12 @@ class TextDataModule(L.LightningDataModule):
         if self.tokens is not None and self.tokens.folder is not None:
             return load_tokenizer(str(self.tokens.folder))
         if self.tokenizer_name == "bpe":
-            raise DataError("the tokenizer is trained by prepare_data(); call prepare_data() and setup() first")
+            raise DataError(
+                "the tokenizer is trained by prepare_data(); call prepare_data() and setup() first"
+                if self.tokens is None
+                else f"tokenizer='bpe' is trained on text, but source={self.source!r} holds tokens. Leave `tokenizer`"
+                " out, or name the one that made them"
+            )
         return load_tokenizer(self.tokenizer_name or "byte")
 
     def example_batch(self) -> torch.Tensor:
@@ -132,7 +136,7 @@ class TextDataModule(L.LightningDataModule):
             DataError: the data is missing, or a token dataset is too short.
         """
         if not is_token_source(self.source):
-            find_text_files(self.source, self.patterns)
+            self._files()
             return
         self._check_length(existing_tokens(self.source, self.val_source))
 
@@ -140,7 +144,7 @@ class TextDataModule(L.LightningDataModule):
         """Tokenise the text, once per node, unless that was done before."""
         if is_token_source(self.source):
             return
-        files = find_text_files(self.source, self.patterns, self.max_bytes)
+        files = self._files()
         folder = self._folder(files)
         if folder.exists():
             return
@@ -161,7 +165,7 @@ class TextDataModule(L.LightningDataModule):
         if is_token_source(self.source):
             self.tokens = existing_tokens(self.source, self.val_source)
         else:
-            folder = self._folder(find_text_files(self.source, self.patterns, self.max_bytes))
+            folder = self._folder(self._files())
             if not folder.is_dir():
                 raise DataError(f"{folder} is not prepared. Call prepare_data() before setup(), on every node")
             self.tokens = prepared_tokens(folder)
@@ -226,6 +230,14 @@ class TextDataModule(L.LightningDataModule):
             raise DataError("the data is not set up; call prepare_data() and setup() first, or give it to a Trainer")
         return self.tokens
 
+    def _files(self) -> list[TextFile]:
+        if self.val_source is not None:
+            raise DataError(
+                f"val_source={self.val_source!r} is for a source of tokens, and source={self.source!r} is text. Give"
+                " val_fraction instead, or prepare both with `asyncpp prepare`"
+            )
+        return find_text_files(self.source, self.patterns, self.max_bytes)
+
     def _folder(self, files: Sequence[TextFile]) -> Path:
         """Return the tokens' folder, named by the source and a hash of documents, tokenizer and ``val_fraction``."""
         name = self.tokenizer_name or "byte"
@@ -266,9 +278,5 @@ class TextDataModule(L.LightningDataModule):
 
 
 def _check_sequences(split: str, length: int, needed: int) -> None:
-    sequences = count_sequences(Path(split), length)
-    if sequences < needed:
-        raise DataError(
-            f"{split} holds {sequences} sequences of context_length + 1 = {length} tokens, and at least {needed} are"
-            " needed. Lower context_length or batch_size, or give more text"
-        )
+    samples = f"sequences of context_length + 1 = {length} tokens"
+    check_enough(split, count_sequences(Path(split), length), samples, needed, "Lower context_length")

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -193,13 +193,17 @@ def prepared_tokens(folder: Path) -> TokenSource:
 def existing_tokens(source: str, val_source: str | None) -> TokenSource:
     """Return the splits of an existing token dataset.
 
+    A ``val_source`` that was prepared from text gives its ``val``, or its ``train`` if it has no validation split.
+
     Raises:
-        DataError: the metadata of ``source`` is damaged.
+        DataError: the metadata of a dataset is damaged.
     """
+    other = None if val_source is None else existing_tokens(val_source, None)
+    validation = None if other is None else other.validation or other.train
     if not is_uri(source) and (Path(source).expanduser() / METADATA).exists():
         prepared = prepared_tokens(Path(source).expanduser())
-        return TokenSource(prepared.train, val_source or prepared.validation, prepared.folder, prepared.metadata)
-    return TokenSource(_expanded(source), None if val_source is None else _expanded(val_source))
+        return replace(prepared, validation=validation or prepared.validation)
+    return TokenSource(_expanded(source), validation)
 
 
 def default_cache_dir() -> Path:

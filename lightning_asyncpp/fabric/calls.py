@@ -29,8 +29,8 @@ def refuse_outside_of_steps(module: nn.Module, args: object) -> None:
     """Refuse a call of the cut model that no step makes; a forward pre-hook."""
     if "forward" not in vars(module):  # see ModelCall
         raise ConfigurationError(
-            "model(...) outside of a step: this rank has only its stage of the model; call"
-            " strategy.evaluation_step(lambda microbatch: model(microbatch), batch) on every rank"
+            "model(...) outside of a step: this rank has only its stage of the model; call it in the function that"
+            " strategy.training_step or strategy.evaluation_step gets, on every rank"
         )
 
 

@@ -214,7 +214,7 @@ def prepare_parser() -> ToolParser:
     parser = ToolParser(
         prog="asyncpp prepare",
         description="Tokenise documents into a dataset that a training streams. The documents are in parquet files,"
-        " JSON lines (.jsonl, .ndjson, also .gz and .zst) or text (.txt, .md), on this machine or on the Hugging Face"
+        " JSON lines (.jsonl, .ndjson, also .gz) or text (.txt, .md), on this machine or on the Hugging Face"
         " Hub. After an interruption, the same command resumes.",
     )
     parser.add_argument(

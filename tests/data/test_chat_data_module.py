@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,8 @@ def make(folder: Path, rows: list[Any], template: str | None = TEMPLATE, **argum
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder / "tokenizer")
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n\n" for row in rows))
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in rows)
+    (folder / "rows.jsonl").write_bytes(lines.encode(errors="surrogateescape"))
     how = {"batch_size": 1, "shuffle": False, "max_length": 64, "cache_dir": str(folder / "cache"), **arguments}
     data = ChatDataModule(str(folder / "rows.jsonl"), str(folder / "tokenizer"), **how)
     data.prepare_data()
@@ -66,6 +68,7 @@ def test_targets_are_what_the_assistant_says_with_the_ends_of_its_turns(tmp_path
             "Four.<|end|> Seven — é.<|end|>",
             id="the template marks them",
         ),
+        pytest.param({"messages": [TURNS[2], *TURNS[1:3]]}, TEMPLATE, "Four.<|end|>", id="the assistant begins"),
         pytest.param({"prompt": "two is", "response": " 2"}, None, " 2<|endoftext|>", id="no template"),
     ],
 )
@@ -122,6 +125,12 @@ def test_a_share_is_kept_for_validation_and_what_is_long_left_out(
     assert not set(train) & set(val)
     assert 4 < len(val) < 22
     assert len(make(tmp_path, rows, val_source=data.source).val_dataloader()) == 40
+    data.trainer = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 24, "rank": 0})  # type: ignore[assignment]
+    with pytest.raises(DataError, match=f"holds {len(val)} conversations .val.*at least 24 are needed"):
+        data.val_dataloader()
+    for name, value in (("val_fraction", 1.0), ("batch_size", 0)):
+        with pytest.raises(DataError, match=f"{name}={value}"):
+            make(tmp_path, rows, **{name: value})  # type: ignore[arg-type]
 
 
 def test_what_is_tokenised_is_kept_until_anything_changes(tmp_path: Path) -> None:
@@ -133,6 +142,7 @@ def test_what_is_tokenised_is_kept_until_anything_changes(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("row", "message"),
     [
+        pytest.param("\udcff", "line 3 is not JSON: 'utf-8' codec", id="no UTF-8"),
         pytest.param([1, 2], "line 3 is not a conversation", id="no object"),
         pytest.param({"messages": [{"content": "a"}]}, "line 3 is not a conversation", id="no role"),
         pytest.param({"messages": TURNS[:2]}, "line 3: no message has the role 'assistant'", id="no answer"),

@@ -12,18 +12,16 @@ import torch.distributed as dist
 from litdata import CombinedStreamingDataset, StreamingDataLoader, StreamingDataset, TokensLoader
 
 from lightning_asyncpp.data import TextDataModule, use_replica
-from tests.data.test_text_data_module import module, prepared_folder, ready
+from tests.data.test_text_data_module import prepared_folder, ready
 from tests.helpers.pool import Pools
 
 EPOCHS = 2
 
 
 def text_module(folder: Path, replica: int, replicas: int, num_workers: int = 0, **arguments: Any) -> TextDataModule:
-    data = module(folder, num_workers=num_workers, **arguments)
+    data = ready(folder, num_workers=num_workers, **arguments)
     sampler = {"num_replicas": replicas, "rank": replica}
     data.trainer = SimpleNamespace(distributed_sampler_kwargs=sampler, lightning_module=None, global_rank=0)  # type: ignore[assignment]
-    data.prepare_data()
-    data.setup()
     return data
 
 
@@ -93,7 +91,6 @@ def test_resumes_in_the_middle_of_an_epoch(
     resumed = loader("another")
     resumed.load_state_dict(state)
     rest = [batch for _ in range(2) for batch in resumed]
-    assert len(rest) == len(expected) - 6
     assert all(torch.equal(a, b) for a, b in zip(rest, expected[6:], strict=True))
 
 

@@ -60,14 +60,8 @@ def test_the_end_of_documents_is_kept(tmp_path: Path) -> None:
             assert again.fingerprint == tokenizer.fingerprint
             assert again.end_of_document == tokenizer.end_of_document
             assert torch.equal(again.encode_batch([TEXT])[0], tokenizer.encode_batch([TEXT])[0])
-
-
-def test_the_end_of_a_published_tokenizer(tmp_path: Path) -> None:
-    written = {"content": "<|over|>", "special": True}
-    backend = Tokenizer.train([TEXT * 3], vocab_size=300).backend
-    backend.add_special_tokens(["<|over|>"])
     backend.save(str(tmp_path / "tokenizer.json"))
-    for eos, end in ((written, backend.token_to_id("<|over|>")), ("not in the vocabulary", 0), (None, 0)):
+    for eos, end in (({"content": "<|over|>"}, unusual.end_of_document), ("not in the vocabulary", 0), (None, 0)):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
         assert load_tokenizer(str(tmp_path)).end_of_document == end
 
