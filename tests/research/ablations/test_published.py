@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 PLACES = ROOT / "docs" / "evidence", ROOT / "research" / "two_bw"
 EVIDENCE = sorted(found.parent for place in PLACES for found in place.glob(f"*/{RESULTS}"))
 RECIPES = sorted((ROOT / "research").glob("*/*.yaml"))
-INCOMPLETE = ("large", "sizes", "lengths", "phases")
+INCOMPLETE = ("large", "sizes", "lengths", "phases", "starts_long")
 read_runs, read_curves = cache(results.read_runs), cache(results.read_curves)  # shared by several tests
 by_name = pytest.mark.parametrize("folder", EVIDENCE, ids=lambda path: path.name)
 
