@@ -96,7 +96,7 @@ def _tensors(batch: Any) -> Sequence[Tensor]:
 
 def _pieces(leaf: Any, samples: int, parts: int) -> Sequence[Any]:
     if isinstance(leaf, Tensor) and leaf.ndim > 0:
-        return [piece.clone() for piece in leaf.tensor_split(parts)]  # a step may change its microbatch in place
+        return list(map(Tensor.clone, leaf.tensor_split(parts)))  # a step may change its microbatch in place
     if isinstance(leaf, (list, tuple)) or _is_array_of(leaf, samples):
         # As in torch.tensor_split, the first samples % parts pieces have one sample more.
         size, longer = divmod(samples, parts)

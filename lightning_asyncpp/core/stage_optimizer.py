@@ -111,11 +111,13 @@ class StageOptimizer:
             hook.remove()
             for (group, present, set_to, of_step, later), options in zip(kept, before or map(_options, groups)):
                 for key in group.keys() - set(_PARAMETERS):
-                    if key in of_step or key not in options or not _equal(group[key], options[key]):
-                        of_step[key] = group[key]
-                    elif key in set_to and (_equal(group[key], set_to[key]) or not _equal(present[key], set_to[key])):
+                    value, given = group[key], set_to.get(key)
+                    is_same = key in options and (value is options[key] or _equal(value, options[key]))
+                    if key in of_step or not is_same:
+                        of_step[key] = value
+                    elif key in set_to and (value is given or _equal(value, given) or not _equal(present[key], given)):
                         group[key] = present[key]
-                group.update((key, value) for key, value in later.items() if key not in group)
+                group.update({**later, **group})
 
     def state_dict(self) -> dict[str, Any]:
         """Return this stage's part of the state, with the whole model's parameter numbers, so that parts can be merged.
@@ -314,4 +316,4 @@ def _copies(options: Mapping[str, Any]) -> dict[str, Any]:
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.equal(a, b)
-    return a is b or bool(type(a) is type(b) and a == b)
+    return bool(type(a) is type(b) and a == b)

@@ -113,7 +113,7 @@ class CuttingNet(WeighingNet):
 
     def split_batch(self, batch: dict[str, Tensor], parts: int) -> list[Any]:
         x, ends = batch["x"] + batch["shift"], [1, 3, 8][-parts:]
-        return [{"x": x[a:b], "y": batch["y"][a:b]} for a, b in zip([0, *ends], ends)]
+        return [{"x": x[a:b].clone(), "y": batch["y"][a:b].clone()} for a, b in zip([0, *ends], ends)]
 
 
 def test_a_module_that_cuts_and_weighs() -> None:
