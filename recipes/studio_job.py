@@ -6,8 +6,8 @@
         --folder lightning_asyncpp --teamspace owner/teamspace --trainer.max_steps 1000
 
 Recipe, overrides, machines and devices are checked against each other here, all problems at once, before anything is
-submitted; ``--dry-run`` ends there and needs neither the SDK nor a login. docs/guides/gpus.md goes through it step by
-step. Needs `pip install -e ".[studio]"` and `lightning login` to submit.
+submitted; ``--dry-run`` ends there and needs neither the SDK nor a login. To submit, `pip install -e ".[studio]"` and
+`lightning login`.
 """
 
 from __future__ import annotations

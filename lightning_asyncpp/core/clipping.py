@@ -27,7 +27,8 @@ from lightning_asyncpp.core import foreach
 
 def norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:
     """Return the 2-norm of every gradient: fp64 tensors without dimensions, on the gradients' devices."""
-    return list(foreach.norm(gradients, 2, dtype=torch.float64)) if gradients else []
+    real = [torch.view_as_real(gradient) if gradient.dtype.is_complex else gradient for gradient in gradients]
+    return list(foreach.norm(real, 2, dtype=torch.float64)) if real else []
 
 
 def gradient_norm(sum_of_squares: float | Tensor, weight: float) -> float | Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 TABLES = ("_parameters", "_buffers")  # private attributes of torch's modules
+_EXTRA_STATE = "_extra_state"  # torch's name for what a module's get_extra_state() returns
 
 
 class Place(NamedTuple):
@@ -42,7 +43,8 @@ class Pruned:
 
     Attributes:
         stage: index of the remaining stage; -1 while the model is whole.
-        names: names of the removed tensors in the ``state_dict`` of the root; see :meth:`prune`.
+        names: names of the removed tensors in the ``state_dict`` of the root, and of their modules' extra state; see
+            :meth:`prune`.
         places: all former places of the removed tensors.
         shown_now: whether the removed tensors are in their places.
     """
@@ -99,7 +101,7 @@ class Pruned:
         own = {name: value for name, value in state.items() if name not in self.names}
         missing, unexpected = module.load_state_dict(own, strict=False)
         # While loading, some modules add entries that older states lack. Such an entry may belong to another stage.
-        unexpected = [name for name in unexpected if name not in self.names]
+        missing, unexpected = ([name for name in names if name not in self.names] for names in (missing, unexpected))
         if strict and (missing or unexpected):
             raise RuntimeError(
                 f"the state_dict does not fit {type(module).__name__}: missing {missing}, unexpected {unexpected};"
@@ -112,7 +114,8 @@ class Pruned:
         for path, module in root.named_modules(remove_duplicate=False):
             for place in places_of(module):
                 if is_gone(module, place):
-                    self.names.add(f"{path}.{place.key}".lstrip("."))
+                    extra = [_EXTRA_STATE] if type(module).get_extra_state is not nn.Module.get_extra_state else []
+                    self.names.update(f"{path}.{key}".lstrip(".") for key in (place.key, *extra))
                     found[id(place.table), place.key] = place
         for place in found.values():
             if id(place.tensor) in released and isinstance(place.tensor, nn.Parameter):

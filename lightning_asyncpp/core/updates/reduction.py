@@ -86,12 +86,12 @@ class Bucket:
     def unpack(self, flat: Tensor) -> Gradients:
         """Return the summed gradients as views of ``flat``; wait for the device."""
         gradients, flags = self.views(flat)
-        return {name: g if flag > 0 else None for (name, g), flag in zip(gradients.items(), flags.tolist())}
+        return {name: g if flag else None for (name, g), flag in zip(gradients.items(), flags.tolist())}
 
     def views(self, flat: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Return views of ``flat``: summed gradients by name, and flags (names,).
 
-        A gradient exists if its flag is above 0.
+        A gradient exists if its flag is not 0.
         """
         sizes = [n for name, pad in zip(self.names, self._padding) for n in (pad, self._like[name].numel())]
         *pieces, flags = flat.split([*sizes, len(self.names)])
@@ -244,7 +244,7 @@ class Reduction:
         numbers = iter(reading.get())
         for names, *_ in self._looked_at:
             for name, norm, flag in zip(names, next(numbers), next(numbers)):
-                if not flag > 0:
+                if not flag:
                     self.gradients[name] = None
                 elif name not in self._excluded_from_norm:
                     self.squares[name] = norm * norm

@@ -50,6 +50,27 @@ def test_a_unit_of_another_stage_stays_where_it_is_and_holds_nothing() -> None:
     assert copied.state_dict().keys() == stage.state_dict().keys()
 
 
+class Counts(nn.Linear):
+    """Layer with a state that is no tensor."""
+
+    count = 0
+
+    def get_extra_state(self) -> Any:
+        return self.count
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state
+
+
+def test_the_extra_state_of_layers_of_other_stages_is_not_touched() -> None:
+    model = nn.Sequential(Counts(2, 2), Counts(2, 2))
+    state = model.state_dict() | {"0._extra_state": 1, "1._extra_state": 2}
+    pruned = cut(model, 0, 2, 0, CPU).whole.pruned
+    pruned.load(model, state)
+    assert (model[0].count, model[1].count) == (1, 0)
+    assert model.state_dict().keys() - pruned.names == {"0.weight", "0.bias", "0._extra_state"}
+
+
 def test_all_reasons_are_named_and_the_model_is_left_whole() -> None:
     root = nn.Module()
     root.model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.SyncBatchNorm(2), nn.BatchNorm1d(2)), nn.Linear(2, 2))

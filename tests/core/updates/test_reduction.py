@@ -73,6 +73,7 @@ def test_buckets_give_back_what_was_packed() -> None:
     gradients = {
         "a": torch.randn(2, 3), "none": None, "half": torch.randn(4).bfloat16(), "b": torch.randn(5),
         "half_none": None, "turned": torch.randn(3, 2).t(), "number": torch.randn(()),
+        "complex": torch.randn(4, dtype=torch.cfloat),
     }  # fmt: skip
     like = {name: torch.zeros(3) if g is None else g for name, g in gradients.items()}
     like["half_none"] = torch.zeros(3).bfloat16()

@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_asyncpp.core.cut.cutting import cut
 from lightning_asyncpp.core.cut.ties import Tie, check_copies, find_ties, keep_once
 from lightning_asyncpp.core.cut.units import pipeline_units
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.updates.reduction import TiedGradients, tags_of
 from lightning_asyncpp.errors import ConfigurationError
-from lightning_asyncpp.models import GPT, GPTConfig
 from tests.helpers.cases import DIM, Case
 from tests.helpers.engine import assert_same_weights, run_case, run_oracle
 from tests.helpers.failing import run_ranks
@@ -35,21 +33,6 @@ def test_ties_are_found_between_stages_only(trained: bool) -> None:
     assert tie == Tie((0, 1, 2), ("0.weight", "2.weight", "3.weight"))
     assert [tie.prev_sharing(stage) for stage in tie.stages] == [None, 0, 1]
     assert [tie.next_sharing(stage) for stage in tie.stages] == [1, 2, None]
-
-
-@pytest.mark.parametrize("num_stages", [2, 4])
-def test_both_copies_begin_as_the_whole_models_matrix(num_stages: int) -> None:
-    config = GPTConfig(vocab_size=7, context_length=4, num_layers=2, dim=8, num_heads=2, tie_embeddings=True)
-
-    def stage(index: int, num_stages: int) -> dict[str, Tensor]:
-        with torch.device("meta"):
-            model = GPT(config)
-        return cut(model, index, num_stages, seed=3, device=torch.device("cpu")).state_dict()
-
-    expected = stage(0, 1)
-    assert torch.equal(expected["head.weight"], expected["embedding.token.weight"])
-    for index in range(num_stages):
-        assert all(torch.equal(value, expected[name]) for name, value in stage(index, num_stages).items())
 
 
 def test_mini_batches_in_flight_have_different_tags() -> None:

@@ -39,6 +39,10 @@ def test_norms_are_summed_in_double_precision() -> None:
     assert launched(overflows).wait().norm == pytest.approx(math.sqrt(0.5) * 1e30, rel=1e-6)
 
 
+def test_a_complex_number_counts_by_its_absolute_value() -> None:
+    assert launched({"complex": torch.tensor([3 + 4j]), "real": torch.tensor([12.0])}).wait().norm == 13 / 2
+
+
 @pytest.mark.parametrize(
     ("before", "own", "expected"), [(0.5, 2.0, 0.5), (4.0, 2.0, 0.25), (0.5, 0.1, 1.0), (4.0, math.nan, 0.25)]
 )
