@@ -23,7 +23,14 @@ SECONDS = 900.0
 # The first phase finds most faults, within seconds.
 PHASES = (
     ["tests/core/test_weights.py", "tests/core/test_randomness.py", "tests/core/test_engine.py"],
-    ["tests/core", "tests/fabric", "tests/nccl_rules", "tests/trainer/hooks", "tests/trainer/callbacks"],
+    [
+        "tests/core",
+        "tests/fabric",
+        "tests/nccl_rules",
+        "tests/trainer/hooks",
+        "tests/trainer/callbacks",
+        "tests/trainer/test_fit.py",
+    ],
 )
 # File in the core -> pairs of a line and its replacement.
 MUTATIONS: dict[str, list[tuple[str, str]]] = {
@@ -198,7 +205,7 @@ MUTATIONS: dict[str, list[tuple[str, str]]] = {
             "pieces.append(like.new_ones(like.numel()) if gradient is None",
         ),
         (
-            "                if not flag > 0:\n                    self.gradients[name] = None\n                elif name",
+            "                if not flag:\n                    self.gradients[name] = None\n                elif name",
             "                if name",
         ),
         ("elif name not in self._excluded_from_norm:", "else:"),

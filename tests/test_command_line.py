@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 
 from lightning_asyncpp.cli import main
 from tests.helpers import programs as forked
+from tests.helpers.models import write_texts
 from tests.helpers.pool import Pools, elastic_environment, free_port
 
 ROOT = Path(__file__).parents[1]
@@ -85,10 +86,7 @@ def run_ranks(arguments: list[str], folder: Path) -> str:
 
 
 def trained_by(run_command: Callable[[list[str], Path], str], folder: Path) -> Trained:
-    (folder / "text").mkdir()
-    for index in range(40):
-        lines = [f"document {index} line {line} {index * line}\n" for line in range(30)]
-        (folder / "text" / f"{index}.txt").write_text("".join(lines))
+    write_texts(folder / "text")
     steps = ["--trainer.max_steps", str(STEPS), "--trainer.val_check_interval", str(STEPS)]
     optimizer = ["--optimizer", "AdamW", "--optimizer.lr", "0.004", "--optimizer.weight_decay", "0.03"]
     printed = run_command(["fit", *recipe(folder), *steps, "--trainer.log_every_n_steps", "1", *optimizer], folder)

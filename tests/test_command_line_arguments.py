@@ -22,6 +22,7 @@ from lightning_asyncpp.lightning_cli.arguments import written_out
 from lightning_asyncpp.lightning_cli.command import read_configuration
 from lightning_asyncpp.models import GPTConfig
 from lightning_asyncpp.trainer.gpt_module import learning_rate_factor
+from tests.helpers.models import write_texts
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 RECIPE = str(RECIPES / "quickstart.yaml")
@@ -221,9 +222,7 @@ def test_the_error_of_other_code_keeps_its_traceback() -> None:
 def test_a_run_is_made_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed run follows its new, longer schedule, whatever the checkpoint's hyperparameters say."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "text").mkdir()
-    for index in range(8):
-        (tmp_path / "text" / f"{index}.txt").write_text("some text\n" * 100)
+    write_texts(tmp_path / "text", 8)
     model = {**MODEL, "init_args": {"config": SIZES, "warmup_steps": 1}}
     data = {"source": "text", "context_length": 32, "batch_size": 2, "val_fraction": 0.3}
     saving = {"dirpath": ".", "save_last": True, "every_n_train_steps": 1}

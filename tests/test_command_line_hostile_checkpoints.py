@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -16,22 +15,14 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning_asyncpp.cli import main
 from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.strategy_parts.mixin import DurableCheckpointIO
+from tests.helpers.models import write_texts
+from tests.storage.saves import Evil
+from tests.test_command_line_arguments import SIZES
 
-SIZES = {"vocab_size": 256, "context_length": 32, "num_layers": 2, "dim": 16, "num_heads": 2}
 QUIET = [
     "accelerator=cpu", "devices=1", "strategy=async_pipeline", "logger=false", "enable_checkpointing=false",
     "enable_progress_bar=false",
 ]  # fmt: skip
-
-
-class Evil:
-    """Object that makes a folder when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return (os.mkdir, (str(self.path),))
 
 
 @pytest.fixture
@@ -48,9 +39,7 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def validate(tmp_path: Path) -> None:
-    (tmp_path / "text").mkdir()
-    for index in range(8):
-        (tmp_path / "text" / f"{index}.txt").write_text("some text\n" * 100)
+    write_texts(tmp_path / "text", 8)
     data = ["--data=lightning_asyncpp.data.TextDataModule", "--data.source=text", "--data.context_length=32"]
     data += ["--data.batch_size=2", "--data.val_fraction=0.3"]
     trainer = [f"--trainer.{option}" for option in QUIET]

@@ -1,4 +1,4 @@
-"""The wheel has the package and the recipes, and trains the quickstart in an empty folder."""
+"""The wheel has the package and the recipes, and trains the quickstart; a missing package of an extra is named."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from lightning_asyncpp import __version__
+from lightning_asyncpp.dependencies import EXTRAS, optional_package
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\]\(([^)\s]+)\)|\b(?:src|href)=\"([^\"]+)\"")
@@ -91,3 +92,13 @@ def test_the_installed_wheel_trains_the_quickstart_in_an_empty_folder(wheel: Pat
     options = [f"--trainer.{name}={value}" for name, value in trainer.items()]
     data = [f"--data.init_args.cache_dir={tmp_path / 'cache'}", "--data.init_args.max_bytes=400000"]
     assert "Done. Checkpoint: runs/quickstart/version_0/" in asyncpp("fit", "--config", "quickstart", *options, *data)
+
+
+def test_a_missing_package_of_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ImportError, match=r'^lora needs `peft`, not .*: pip install "lightning-asyncpp\[lora\]"$'):
+        optional_package("peft", "lora")
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    for package, extra in EXTRAS.items():
+        (brings,) = re.findall(rf"(?m)^{extra} = (\[.*\])$", text)
+        assert f'"{package}>=' in brings

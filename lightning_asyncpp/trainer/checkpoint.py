@@ -212,7 +212,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         # Lightning's entry has the loaders of rank 0 only; the pipeline's entry has those of all ranks.
         checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
         if _CURRENT in checkpoint and self._averages_weights():  # the callback saved the averages of this stage
-            checkpoint["state_dict"] = self.checkpoints.collected(checkpoint["state_dict"])
+            checkpoint["state_dict"] = self.checkpoints.collected(self._of_this_stage(checkpoint["state_dict"]))
         if self.session.optimizer is not None and "optimizer_states" in checkpoint:  # not weights only
             mesh = self.session.running().mesh
             of_ranks = gather(mesh, self.progress.state(self._module.trainer), range(mesh.world_size))

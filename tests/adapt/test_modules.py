@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_asyncpp import DelayedGradientStrategy, fabric
-from lightning_asyncpp.trainer import AsyncPipelineStrategy
+from lightning_asyncpp import fabric
 from tests.adapt.home_made import DIM, TIME, VOCABULARY, NanoGPT
 from tests.helpers.oracle import assert_equal_weights, joined_parts
 from tests.helpers.pool import Pools
-from tests.helpers.trainer import arrays
+from tests.helpers.trainer import Net, Run, arrays, make_trainer
 
 CLASSES, STEPS = 3, 6
 EMULATED = {"stages": 2, "microbatches": 4}
@@ -114,15 +113,13 @@ def fit(
     """Train, and return the weights (in a pipeline, only this stage's) and the last validation loss."""
     L.seed_everything(1, verbose=False)
     module = kind()
-    strategy: Any = AsyncPipelineStrategy(microbatches=4) if processes else DelayedGradientStrategy(**EMULATED)
-    trainer = L.Trainer(
-        strategy=strategy, accelerator="cpu", devices=processes or 1, max_epochs=epochs, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
-    )  # fmt: skip
+    how: tuple[str, dict[str, Any]] = ("default", {"microbatches": 4}) if processes else ("delayed", EMULATED)
+    trainer: Any = make_trainer(Run(Net, *how), max_epochs=epochs)
     trainer.fit(module, ckpt_path=resumed)
     if saved:
         trainer.save_checkpoint(saved)
-    found = strategy.session.stage.parameters if processes else (module.network if kind is LitGPT else module)  # type: ignore[attr-defined]
+    network = module.network if kind is LitGPT else module  # type: ignore[attr-defined]
+    found = trainer.strategy.session.stage.parameters if processes else network
     return arrays(dict(found if processes else found.named_parameters())), float(trainer.callback_metrics["val_loss"])
 
 

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asyncpp.core.checkpoint import load_pipeline_state, stage_pipeline_state
-from lightning_asyncpp.core.microbatch import UserHooks
 from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.core.schedule import Slack, Staleness, largest_lookahead
 from lightning_asyncpp.core.updates.mini_batch import MiniBatch
-from lightning_asyncpp.errors import ConfigurationError, NonFiniteGradientError
+from lightning_asyncpp.errors import NonFiniteGradientError
 from tests.helpers.cases import DIM, Case, Routed, make
 from tests.helpers.engine import Training, assert_same_losses, assert_same_weights, run_local, run_oracle, weights_of
 from tests.helpers.random_cases import draw, pairwise
@@ -315,66 +314,10 @@ def test_no_weight_takes_a_nan_of_a_step_ahead(host_knows: bool, monkeypatch: py
     assert all(parameter.isfinite().all() for parameter in training.model.parameters())
 
 
-def test_a_dropped_gradient_is_in_no_update() -> None:
-    trained_weights = []
-    for batches in ((0, 1, 2, 3, 4), (0, 1, 3, 4)):
-        training = Training(Case(3), ALONE, 2)
-        for i in batches:
-            outputs = [training.engine.run(training.case.batch(i), training.case.step(training.model))]
-            if i == 2:
-                training.engine.drop()
-            else:
-                training.complete(outputs)
-        training.drain()
-        trained_weights.append(list(training.model.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(*trained_weights, strict=True))
-
-
-class Summed(Case):
-    """Case whose step returns a sum over the samples instead of a mean."""
-
-    def step(self, call: Any) -> Any:
-        mean = super().step(call)
-        return lambda microbatch, _=0.0: mean(microbatch) * microbatch["weight"].sum()
-
-
-def test_sums_over_samples_train_as_means(monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"unequal_weights": True, "optimizer": "counting"}
-    expected = weights_of([run_local(Case(3, **options), 2)])
-    monkeypatch.setattr("tests.helpers.engine.UserHooks", partial(UserHooks, loss_reduction="sum"))
-    for name, weights in weights_of([run_local(Summed(3, **options), 2)]).items():
-        assert weights == pytest.approx(expected[name], rel=1e-4, abs=1e-5)
-
-
-class WithoutTheFirst(Case):
-    """Case whose optimizer has no parameters of the first layer."""
-
-    def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
-        return super().make_optimizer([(name, p) for name, p in parameters if not name.startswith("0.")])
-
-
-def first_frozen(dropout: float) -> nn.Sequential:
-    model = layers("linear", "linear", "projection")(dropout)
-    model[0].requires_grad_(False)
-    return model
-
-
-def test_what_the_optimizer_does_not_have_is_not_in_the_norm() -> None:
-    case = WithoutTheFirst(3, model=layers("linear", "linear", "projection"), max_norm=0.3)
-    assert trained(case, 2, 4).norms == trained(Case(3, model=first_frozen, max_norm=0.3), 2, 4).norms
-
-
 @pytest.mark.parametrize(("options", "rooms"), [({}, [2, 2]), ({"staleness": "least"}, [2, 1]), ({"delay": 0}, [1, 1])])
 def test_a_stage_without_old_gradients_keeps_one_version(options: dict[str, Any], rooms: list[int]) -> None:
     engine = Training(Case(4, **options), ALONE, 2).engine
     assert [part.weights.num_versions for part in engine.stages] == rooms
-
-
-def test_weights_kept_in_another_way_are_refused() -> None:
-    case = Case(3, model=layers("linear", "inside"))
-    state = {**stage_pipeline_state(trained(case, 1, 2).session), "weight_dtype": "bf16"}
-    with pytest.raises(ConfigurationError, match="written with weight_dtype='bf16'"):
-        load_pipeline_state(Training(case, ALONE, 1).session, state)
 
 
 def test_a_weight_without_an_older_version_in_a_checkpoint_is_its_own() -> None:
@@ -415,6 +358,6 @@ def test_the_comparison_can_fail() -> None:
     case = Case(3, dropout=0.2)
     results = [run_local(case, 1)]
     for other in (Case(3, dropout=0.2, delay=0), Case(3, dropout=0.2, seed=6)):
-        with pytest.raises(AssertionError, match="not bitwise equal"):
+        with pytest.raises(AssertionError, match="Not equal to tolerance"):
             assert_same_weights(results, run_oracle(other)[0])
     assert not any((value == 0).all() for value in weights_of(results).values())

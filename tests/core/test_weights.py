@@ -1,4 +1,4 @@
-"""Only the newest versions are alive, all of them move to the host, and the newest adopts changes of parameters."""
+"""All weight versions move to the host, and the newest adopts changes of parameters."""
 
 from __future__ import annotations
 
@@ -8,29 +8,6 @@ from torch import nn
 
 from lightning_asyncpp.core.stage_optimizer import around_step
 from lightning_asyncpp.core.weights import WeightVersions
-
-
-def make(num_versions: int = 2) -> tuple[WeightVersions, nn.Parameter]:
-    parameter, frozen = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.ones(1), requires_grad=False)
-    return WeightVersions({"w": parameter, "frozen": frozen}, num_versions), parameter
-
-
-def update(weights: WeightVersions, parameter: nn.Parameter, value: float) -> None:
-    weights.advance()
-    with torch.no_grad():
-        parameter.fill_(value)
-
-
-def test_only_the_newest_two_are_alive() -> None:
-    weights, parameter = make()
-    for version in range(1, 6):
-        update(weights, parameter, float(version))
-        assert weights.newest == version
-        assert weights.leaves(version)["w"].tolist() == [version] * 2
-        assert weights.leaves(version - 1)["w"].tolist() == [version - 1] * 2
-        for dead in (version - 2, version + 1):
-            with pytest.raises(RuntimeError, match=f"weight version {dead} is not alive: the newest of 2 is {version}"):
-                weights.leaves(dead)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

@@ -64,7 +64,6 @@ def during_an_update(case: Case, path: Path) -> tuple[dict[str, Any], set[str]]:
 
 
 def test_what_drains_is_refused_while_an_update_is_applied(pools: Pools, tmp_path: Path) -> None:
-    """Calls that drain are refused during an update, and the training then continues unaffected."""
     results = pools.run(2, during_an_update, CASE, tmp_path / "saved")
     assert_same_weights([result for result, _ in results], run_oracle(CASE)[0])
     assert all("while an update is applied" in text for _, told in results for text in told)

@@ -18,7 +18,7 @@ import torch
 from tests.faults.jobs import Job
 from tests.faults.places import Fault, Places
 from tests.helpers.pool import end_with_parent
-from tests.helpers.programs import end_process
+from tests.helpers.programs import end_process, speak_into
 
 WHERE_SIGNAL = signal.SIGUSR2
 _CLONE_NEWNET = 0x40000000
@@ -30,7 +30,7 @@ def run(
 ) -> None:  # fmt: skip
     """Run a rank of a job and end this process; its files are named by its rank, such as ``0.result``."""
     os.setsid()
-    _speak_into(folder / f"{rank}.output")
+    speak_into(*[str(folder / f"{rank}.output")] * 2)
     faulthandler.register(WHERE_SIGNAL, all_threads=True)
     end_with_parent()
     if namespace:
@@ -57,14 +57,6 @@ def _code_of(places: Places, job: Job, checkpoints: Path, result: Path) -> int:
         sys.excepthook(type(error), error, error.__traceback__)
         return 1
     return 0
-
-
-def _speak_into(file: Path) -> None:
-    output = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    sys.stdout = os.fdopen(1, "w", closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
 def _enter(namespace: str) -> None:

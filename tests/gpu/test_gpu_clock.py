@@ -1,4 +1,4 @@
-"""A span on a GPU lasts as long as the GPU works, although the host launches all its work at once."""
+"""Spans, and measured times of layers, last as long as the GPU works, although the host launches all work at once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import time
 
 import pytest
 import torch
+from torch import nn
 
+from lightning_asyncpp.core.cut.partition_choice import Example, choose_partition
 from lightning_asyncpp.core.schedule import Kind
 from lightning_asyncpp.core.trace import Trace, Wait, clock_of
 
@@ -39,3 +41,13 @@ def test_work_and_waits_are_those_of_the_gpu() -> None:
     assert began - 1e-3 < forward.start < forward.end < ended + 1e-3
     assert hidden.end - hidden.start < 1e-3
     assert waited.end - waited.start == pytest.approx(0.05, abs=5e-3)
+
+
+def test_the_layer_that_computes_longest_is_the_dearest() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(256, 8192), nn.Linear(8192, 8192), nn.Linear(8192, 256), nn.Linear(256, 256))
+    example = Example(lambda: ((torch.ones(4096, 256),), {}), DEVICE)
+    partition = choose_partition(model, 0, 2, "auto", example)
+    assert partition.source == "by measured times", partition.remark
+    assert max(partition.costs) == partition.costs[1]
+    assert all(p.is_meta for p in model.parameters())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.cases import Case
-from tests.helpers.engine import assert_same_norms, run_oracle, weights_of
+from tests.helpers.engine import assert_ranks_agree, assert_same_weights, run_oracle, weights_of
 from tests.helpers.pool import EnginePools
 
 CASES = {
@@ -34,11 +34,8 @@ def test_stages_that_share_a_gpu_equal_the_oracle(engine_pools: EnginePools, nam
     case = dataclasses.replace(CASES[name], device="cuda:0")
     results = engine_pools.run(case, stages)
     expected, _ = run_oracle(case, num_stages=stages)
-    weights = weights_of(results)
-    assert sorted(weights) == sorted(expected)
-    for parameter, value in expected.items():
-        np.testing.assert_allclose(weights[parameter], value.numpy(), rtol=0, atol=TOLERANCE, err_msg=parameter)
-    assert_same_norms(results)
+    assert_same_weights(results, expected, TOLERANCE)
+    assert_ranks_agree(results)
 
 
 def test_replicas_that_share_a_gpu_hold_the_same_bits(engine_pools: EnginePools) -> None:

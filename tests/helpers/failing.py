@@ -135,13 +135,6 @@ def error_of_user(mesh: Mesh, stage: int, when: int) -> None:
         run.train(index, step=step)
 
 
-def layer_returns_text(mesh: Mesh) -> None:
-    run = Run(mesh)
-    if mesh.is_first:
-        run.stage.units[-1].module.forward = lambda x: "text"
-    run.train(0)
-
-
 def other_batch(mesh: Mesh, when: int) -> None:
     """Run with other data on the last stage, from batch ``when`` on."""
     run = Run(mesh)
@@ -159,31 +152,15 @@ def shorter_batch(mesh: Mesh, stage: int) -> None:
     run.train(0, {name: value[:length] for name, value in run.case.batch(0).items()})
 
 
-def ends_early(mesh: Mesh, stage: int, evaluates: bool) -> None:
-    """Run three batches on one stage and four on the others; a training is drained after the third."""
+def ends_early(mesh: Mesh, stage: int) -> None:
+    """Evaluate three batches on one stage and four on the others."""
     run = Run(mesh)
-    batches = 3 if mesh.stage == stage else 4
-    for index in range(batches):
-        if evaluates:
-            with torch.no_grad():
-                run.engine.evaluate(run.case.batch(index), run.step)
-        else:
-            run.train(index)
-        if index == 2 and not evaluates:
-            run.drain()
-    if evaluates:
-        run.engine.end_evaluation()
+    for index in range(3 if mesh.stage == stage else 4):
+        with torch.no_grad():
+            run.engine.evaluate(run.case.batch(index), run.step)
+    run.engine.end_evaluation()
     run.drain()
     agree_on_error(mesh, None)
-
-
-def killed(mesh: Mesh, rank: int) -> None:
-    run = Run(mesh)
-    for index in range(40):
-        if (mesh.rank, index) == (rank, 3):
-            os._exit(9)
-        run.train(index)
-    run.drain()
 
 
 def stopped(mesh: Mesh, rank: int, flag: str) -> list[int]:

@@ -295,6 +295,15 @@ def make_folder(folder: Path, kind: str = "Llama", head: str = "ForCausalLM", **
     return folder
 
 
+def write_texts(folder: Path, documents: int = 40) -> Path:
+    """Write text files of 30 lines, of which no two are equal, to a new folder, and return the folder."""
+    folder.mkdir()
+    for index in range(documents):
+        lines = [f"document {index} line {line} {index * line}\n" for line in range(30)]
+        (folder / f"{index}.txt").write_text("".join(lines))
+    return folder
+
+
 def padded_batches(count: int) -> list[dict[str, Tensor]]:
     """Return batches whose samples have different numbers of targets, due to padding."""
     generator = torch.Generator().manual_seed(1)

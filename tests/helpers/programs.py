@@ -70,7 +70,7 @@ def start(
 def _be(arguments: list[str], folder: str, output: str, errors: str, environment: dict[str, str]) -> None:
     """Run the program in this process, and end the process."""
     os.setsid()
-    _speak_into(output, errors)
+    speak_into(output, errors)
     os.environ.update(environment)
     os.chdir(folder)
     torch.set_num_threads(1)
@@ -109,7 +109,8 @@ def end_process(code: int) -> None:
     os._exit(code)
 
 
-def _speak_into(output: str, errors: str) -> None:
+def speak_into(output: str, errors: str) -> None:
+    """Let this process write its output and its errors to files."""
     for path, descriptor in ((output, 1), (errors, 2)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, descriptor)

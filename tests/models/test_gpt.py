@@ -21,15 +21,6 @@ def tokens_of(config: GPTConfig, batch: int = 3, time: int = 11) -> Tensor:
     return torch.randint(0, config.vocab_size, (batch, time), generator=torch.Generator().manual_seed(5))
 
 
-def test_units_in_sequence_are_the_model() -> None:
-    model, tokens = GPT(TINY), tokens_of(TINY)
-    units = model.pipeline_layers()
-    assert len(units) == TINY.num_layers + 2
-    assert torch.equal(nn.Sequential(*units)(tokens), model(tokens))
-    in_units = {id(parameter) for unit in units for parameter in unit.parameters()}
-    assert in_units == {id(parameter) for parameter in model.parameters()}
-
-
 def built_on_meta(config: GPTConfig, order: list[int] | None = None) -> GPT:
     with torch.device("meta"):
         model = GPT(config)

@@ -19,6 +19,8 @@ from lightning_asyncpp.core.cut.units import pipeline_units
 from lightning_asyncpp.models import GPT, GPTConfig, WeightsError, open_saved, start_from
 from lightning_asyncpp.trainer.gpt_module import GPTModule
 from tests.helpers.models import CASES, exported, make_model, tokens_of
+from tests.helpers.trainer import Net, Run, make_trainer
+from tests.storage.saves import Evil
 
 CONFIG = CASES["llama"][1]
 
@@ -33,10 +35,7 @@ def trained(folder: Path, config: GPTConfig = CONFIG) -> tuple[GPTModule, Path]:
     """Return a module after one update, and the path of its checkpoint."""
     L.seed_everything(0, verbose=False)
     module = GPTModule(config, warmup_steps=1)
-    trainer = L.Trainer(
-        default_root_dir=folder, accelerator="cpu", max_steps=1, logger=False, enable_progress_bar=False,
-        enable_model_summary=False,
-    )  # fmt: skip
+    trainer = make_trainer(Run(Net, "plain"), default_root_dir=folder, max_steps=1, enable_checkpointing=True)
     tokens = torch.randint(0, config.vocab_size, (4, 17))
     trainer.fit(module, DataLoader(tokens, batch_size=4))  # type: ignore[arg-type]
     return module, Path(trainer.checkpoint_callback.best_model_path)  # type: ignore[union-attr]
@@ -75,13 +74,6 @@ def test_what_fabric_saves(tmp_path: Path) -> None:
         open_saved(tmp_path / "bare.ckpt")
 
 
-class Code:
-    """Object that runs code when it is unpickled."""
-
-    def __reduce__(self) -> Any:
-        return exec, ('raise AssertionError("code of a checkpoint ran")',)
-
-
 def state(**config: Any) -> dict[str, Any]:
     """Return a checkpoint; ``config`` adds or replaces entries of its config."""
     return {"model": make_model(CONFIG).state_dict(), "config": {**asdict(CONFIG), **config}}
@@ -92,7 +84,7 @@ def state(**config: Any) -> dict[str, Any]:
     [
         pytest.param({"state_dict": {"net.weight": torch.ones(2)}}, "its entries are state_dict", id="another model"),
         pytest.param([1, 2], "holds a list, and a checkpoint is a dictionary", id="no checkpoint"),
-        pytest.param({"run": Code()}, "cannot be read without running code", id="code"),
+        pytest.param({"run": Evil(Path("unpickled"))}, "cannot be read without running code", id="code"),
         pytest.param(state(width=3), "the config of another model", id="another config"),
         pytest.param(state(dim=64), r"has the shape \(96, 32\) instead of \(96, 64\)", id="other sizes"),
         pytest.param(state(num_layers=4), "lacks: blocks.3", id="a layer is missing"),

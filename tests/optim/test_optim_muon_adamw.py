@@ -1,13 +1,15 @@
-"""MuonAdamW takes the steps of torch.optim.Muon and torch.optim.AdamW."""
+"""MuonAdamW takes the steps of torch.optim.Muon and torch.optim.AdamW; its products on CPUs are computed by halves."""
 
 from __future__ import annotations
+
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_asyncpp.optim import MuonAdamW
-from lightning_asyncpp.optim.newton_schulz import COEFFICIENTS, orthogonalize
+from lightning_asyncpp.optim import MuonAdamW, newton_schulz
+from lightning_asyncpp.optim.newton_schulz import COEFFICIENTS, full_product, orthogonalize, symmetric_product
 
 ADAMW = {"lr": 0.01, "weight_decay": 0.2, "betas": (0.8, 0.99), "eps": 1e-8}
 SHAPES = [(16, 24), (16, 24), (24, 16), (8, 8), (3, 40), (16, 24)]
@@ -121,3 +123,27 @@ def test_adamw_is_right_for_every_layout(transposed):
         if transposed == "moment":
             optimizer.state[p]["exp_avg"] = optimizer.state[p]["exp_avg"].T.contiguous().T
     torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+STRIP = 32  # rows
+
+
+def random(*shape, dtype):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [5, 3 * STRIP, 3 * STRIP + 1])
+@pytest.mark.parametrize("transposed", [True, False])
+@patch.object(newton_schulz, "STRIP_ROWS", dict.fromkeys(DTYPES, STRIP))
+def test_symmetric_products_by_halves_equal_the_full_ones(dtype, rows, transposed):
+    x = random(2, 70, rows, dtype=dtype).mT if transposed else random(2, rows, 70, dtype=dtype)
+    x = x / rows**0.5
+    gram, expected = (torch.empty(2, rows, rows, dtype=dtype) for _ in range(2))
+    tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]
+    assert symmetric_product(x, x.mT, gram) is gram
+    torch.testing.assert_close(gram, full_product(x, x.mT, expected), rtol=tolerance, atol=tolerance)
+    product = symmetric_product(gram, gram, torch.empty_like(gram), gram, beta=-0.3, alpha=0.7)
+    full_product(gram, gram, expected, gram, beta=-0.3, alpha=0.7)
+    torch.testing.assert_close(product, expected, rtol=tolerance, atol=tolerance)

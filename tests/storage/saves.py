@@ -1,7 +1,8 @@
-"""Helpers that save checkpoints in one file or sharded, and that read and compare their content."""
+"""Helpers that save checkpoints in one file or sharded, read and compare their content, or put code into it."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from lightning_asyncpp.storage import commit, give_up, load, new_target, save_file, write_part
+
+
+class Evil:
+    """Object that makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (os.mkdir, (str(self.path),))
 
 
 def content(version: int) -> dict[str, Any]:

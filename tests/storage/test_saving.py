@@ -26,7 +26,7 @@ from lightning_asyncpp.storage import (
     write_part,
 )
 from lightning_asyncpp.strategy_parts.mixin import DurableCheckpointIO
-from tests.storage.saves import SAVES, assert_same, save_full, save_sharded, version_of
+from tests.storage.saves import SAVES, Evil, assert_same, save_full, save_sharded, version_of
 
 BASE = torch.arange(12.0)
 CONTENT: dict[str, Any] = {
@@ -198,16 +198,6 @@ def test_a_file_that_was_cut_short_or_is_missing(form: str, tmp_path: Path) -> N
                 load(path)
             file.write_bytes(content)
     load(path)
-
-
-class Evil:
-    """Object that makes a folder when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return (os.mkdir, (str(self.path),))
 
 
 @pytest.mark.parametrize("how", ["archive", "no archive", "bare pickle"])

@@ -22,7 +22,7 @@ from lightning_asyncpp import GPTModule, after_own_update, check_model
 from lightning_asyncpp.models import GPTConfig, MoEConfig
 from lightning_asyncpp.optim import ErrorFeedback, MuonAdamW
 from lightning_asyncpp.tools.check import check
-from tests.helpers.models import of_transformers
+from tests.helpers.models import of_transformers, write_texts
 
 DIM, CLASSES = 8, 4
 AdamW = functools.partial(torch.optim.AdamW, lr=0.02)
@@ -244,9 +244,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     """``asyncpp check`` uses the number of stages and the data of the recipe."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["asyncpp"])
-    (tmp_path / "text").mkdir()
-    for index in range(20):
-        (tmp_path / "text" / f"{index}.txt").write_text(f"document {index} of some words, not many\n" * 20)
+    write_texts(tmp_path / "text", 20)
     check.main([
         "--config", str(Path(__file__).parents[2] / "recipes" / "quickstart.yaml"), "--updates", "1",
         "--data.source", "text", "--data.cache_dir", "cache", "--data.val_fraction", "0.2", "--data.batch_size", "6",

@@ -10,15 +10,20 @@ from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
+import tokenizers
 import torch
 import yaml
 from safetensors.torch import load_file
 
 from lightning_asyncpp import GPTModule
 from lightning_asyncpp.cli import main
-from lightning_asyncpp.data import TextDataModule
+from lightning_asyncpp.data import ByteTokenizer, TextDataModule, Tokenizer
+from lightning_asyncpp.data.tokenizer import prompt_tokens
 from lightning_asyncpp.models import GPTConfig
 from lightning_asyncpp.storage import commit, load, new_target, write_part
+from lightning_asyncpp.tools.generate import stream
+from tests.helpers.models import write_texts
+from tests.helpers.trainer import Net, Run, make_trainer
 
 CONFIG = GPTConfig(vocab_size=256, context_length=32, num_layers=2, dim=32, num_heads=2, mlp_dim=48)
 
@@ -33,19 +38,13 @@ class Trained(NamedTuple):
 
 
 def trained(folder: Path, config: GPTConfig, **data_options: Any) -> Trained:
-    text = folder / "text"
-    text.mkdir()
-    for index in range(24):
-        lines = [f"document {index} line {line}: größe {index * line}\n" for line in range(20)]
-        (text / f"{index}.txt").write_text("".join(lines))
+    text = write_texts(folder / "text", 24)
     L.seed_everything(0, verbose=False)
-    options = {"context_length": 32, "batch_size": 8, "val_fraction": 0.2, "cache_dir": str(folder / "cache")}
-    data = TextDataModule(str(text), **(options | data_options))
+    shape = {"context_length": 32, "batch_size": 8, "val_fraction": 0.2, "cache_dir": str(folder / "cache")}
+    data = TextDataModule(str(text), **(shape | data_options))
     module = GPTModule(config, warmup_steps=1)
-    run = L.Trainer(
-        default_root_dir=folder, accelerator="cpu", logger=False, enable_progress_bar=False,
-        enable_model_summary=False, max_steps=12, limit_val_batches=0,
-    )  # fmt: skip
+    options = {"default_root_dir": folder, "max_steps": 12, "limit_val_batches": 0, "enable_checkpointing": True}
+    run = make_trainer(Run(Net, "plain"), **options)
     run.fit(module, datamodule=data)
     return Trained(folder, Path(run.checkpoint_callback.best_model_path), module, data)  # type: ignore[union-attr]
 
@@ -85,7 +84,6 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize("which", [pytest.param("by_bytes", marks=pytest.mark.slow), "by_pairs"])
 def test_export_import_generate(which: str, request: pytest.FixtureRequest, command: Any, tmp_path: Path) -> None:
-    """The checkpoint, the export and the import have the same weights and generate the same text."""
     run: Trained = request.getfixturevalue(which)
     printed = command("export", run.checkpoint, tmp_path / "out")
     assert printed.startswith(f"LlamaForCausalLM of {sum(p.numel() for p in run.module.parameters()):,} parameters: ")
@@ -156,3 +154,34 @@ def test_a_sharded_checkpoint_is_read_as_one_file_is(by_bytes: Trained, command:
     assert one.read_bytes() == other.read_bytes()
     next(sharded.glob("*stage-0001*")).unlink()
     assert "is missing, though index.json names it" in command("generate", sharded, fails=True)
+
+
+# -- the text that is shown while it is generated ---------------------------------------------------------------------
+
+
+def test_text_comes_when_its_characters_are_complete() -> None:
+    text = "größe 日本 🙂!"
+    tokens = list(text.encode())
+    pieces = list(stream(ByteTokenizer(), iter(tokens)))
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert pieces[:3] == ["g", "r", "ö"]
+    # A character that stays incomplete is shown at the end.
+    assert "".join(stream(ByteTokenizer(), iter(tokens[:3]))) == "gr\ufffd"
+    trained = Tokenizer.train([text * 20], 300)
+    assert "".join(stream(trained, iter(trained.encode_batch([text])[0].tolist()))) == text
+
+
+def test_the_space_behind_a_prompt() -> None:
+    """Tokenizers such as Llama 2's drop the first space of a text, but the space after a prompt must be kept."""
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"▁one": 0, "▁two": 1, "</s>": 2, "?": 3}, unk_token="?")
+    )
+    backend.add_special_tokens(["</s>"])
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    backend.decoder = tokenizers.decoders.Metaspace()
+    tokenizer = Tokenizer(backend)
+    prompt = prompt_tokens(tokenizer, "one")
+    assert prompt == [0]
+    assert "".join(stream(tokenizer, iter([1, 0, 2]), prompt)) == " two one"
+    assert "".join(stream(tokenizer, iter([1, 0, 2]), [2])) == "two one"

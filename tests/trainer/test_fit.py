@@ -129,15 +129,6 @@ def test_two_replicas_of_two_stages(pools: Pools) -> None:
     assert all(result["callback_metrics"] == results[0]["callback_metrics"] for result in results)
 
 
-def test_processes_go_on_from_the_checkpoint_of_one(pools: Pools, tmp_path: Path) -> None:
-    """Processes resume from one process's checkpoint, saved after an epoch's last batch, as in an uninterrupted run."""
-    run = Run(Net, "default", {"microbatches": 6}, {"max_steps": 6, "max_epochs": 3}, error_feedback=True)
-    saves = (saving(tmp_path, every_n_train_steps=5),)
-    train(staged(replace(run, callbacks=saves, trainer={"max_steps": 5, "enable_checkpointing": True})))
-    resumed = over_processes(pools, replace(run, ckpt_path=str(tmp_path / "step=5.ckpt")), 3)
-    assert_equal_weights(joined_weights(resumed, 3), train(staged(run))["weights"])
-
-
 def test_a_module_that_nothing_can_cut_is_one_stage() -> None:
     """A module that cannot be cut trains as one stage; a delay of 1 affects its second update and later ones."""
     run = Run(Backbone, scheduler="decay-step")

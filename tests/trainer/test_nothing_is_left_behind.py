@@ -14,10 +14,10 @@ from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
-from lightning_asyncpp import AsyncPipelineStrategy, PipelineMonitor
+from lightning_asyncpp import PipelineMonitor
 from tests.helpers.modules import MetricNet
 from tests.helpers.pool import Pools
-from tests.helpers.trainer import Run, Samples
+from tests.helpers.trainer import Run, Samples, make_trainer
 
 STEPS, EVERY, BATCH = 80, 10, 8
 
@@ -39,17 +39,16 @@ class Counts(L.Callback):
 
 def count() -> list[tuple[int, ...]]:
     """Train on the ranks of a pool; return counts of Python threads, all threads, files and objects over time."""
-    run, counts = Run(MetricNet, correction="feedback", scheduler="decay-step", dropout=0.1), Counts()
+    run, counts = Run(MetricNet, "default", correction="feedback", scheduler="decay-step", dropout=0.1), Counts()
     L.seed_everything(run.seed, verbose=False)
     with tempfile.TemporaryDirectory() as own:
         folders = [own]
         dist.broadcast_object_list(folders)
         saving = ModelCheckpoint(folders[0], monitor="val_loss", save_top_k=2, every_n_train_steps=20, save_last=True)
-        trainer = L.Trainer(
-            accelerator="cpu", devices=dist.get_world_size(), strategy=AsyncPipelineStrategy(microbatches=2),
-            max_steps=STEPS, max_epochs=-1, gradient_clip_val=1.0, val_check_interval=20, check_val_every_n_epoch=None,
-            logger=CSVLogger(folders[0]), log_every_n_steps=10, enable_progress_bar=False, enable_model_summary=False,
-            callbacks=[counts, LearningRateMonitor(), PipelineMonitor(), saving],
+        trainer = make_trainer(
+            run, max_steps=STEPS, max_epochs=-1, gradient_clip_val=1.0, val_check_interval=20,
+            check_val_every_n_epoch=None, logger=CSVLogger(folders[0]), log_every_n_steps=10,
+            callbacks=[counts, LearningRateMonitor(), PipelineMonitor(), saving], enable_checkpointing=True,
         )  # fmt: skip
         training, validation = (DataLoader(Samples(BATCH * n, n), batch_size=BATCH) for n in (80, 5))
         trainer.fit(MetricNet(run), training, validation)

@@ -33,7 +33,6 @@ RUN = Run(
 
 
 def test_a_checkpoint_shows_the_weights_that_were_validated_and_a_run_goes_on(pools: Pools, tmp_path: Path) -> None:
-    """A checkpoint has the validated bf16 weights, and masters from which a run with other stages resumes."""
     results = pools.run(2, fit, replace(RUN, callbacks=(saving(tmp_path, every_n_train_steps=5),)))
     whole, again = joined_weights(results, 2), replace(RUN, ckpt_path=str(tmp_path / "step=5.ckpt"))
     resumed = train(staged(again))["weights"]

@@ -36,13 +36,6 @@ class Layered(nn.Module):
         return x
 
 
-def test_layers_keep_their_names_in_the_model() -> None:
-    model = Layered()
-    units = pipeline_units(model)
-    assert [unit.name for unit in units] == ["embedding", "body.blocks.0", "body.blocks.1", "head"]
-    assert all(model.get_submodule(unit.name) is unit.module for unit in units)
-
-
 @pytest.mark.parametrize(
     ("layers", "problem"),
     [

@@ -26,18 +26,6 @@ def test_an_error_at_the_first_microbatch_is_quoted_on_every_rank() -> None:
     assert [outcome.text for outcome in outcomes] == [quoted, "the user's own mistake", quoted]
 
 
-def test_an_error_later_on_ends_every_rank() -> None:
-    outcomes = run_ranks(failing.error_of_user, STAGES, 1, 2)
-    assert errors(outcomes) == ["PeerLostError", "ValueError", "PeerLostError"]
-
-
-def test_a_wrong_configuration_reads_the_same_on_every_rank() -> None:
-    outcomes = run_ranks(failing.layer_returns_text, STAGES)
-    assert errors(outcomes) == ["ConfigurationError"] * STAGES
-    assert {outcome.text for outcome in outcomes} == {outcomes[0].text}
-    assert outcomes[0].text.startswith("a layer at a cut returned str")
-
-
 @pytest.mark.parametrize(
     ("scenario", "arguments", "found"),
     [
@@ -53,17 +41,11 @@ def test_different_batches_are_told_apart(scenario: Callable[..., Any], argument
     assert found in outcomes[0].text
 
 
-@pytest.mark.parametrize("evaluates", [False, True], ids=["training", "evaluation"])
-def test_a_stage_with_a_batch_less_keeps_no_other_waiting(evaluates: bool) -> None:
-    outcomes = run_ranks(failing.ends_early, STAGES, 1, evaluates)
+def test_a_stage_with_a_batch_less_in_an_evaluation_keeps_no_other_waiting() -> None:
+    outcomes = run_ranks(failing.ends_early, STAGES, 1)
     assert errors(outcomes)[:2] == ["ProtocolError"] * 2
     assert "rank 1 (stage 1) has ended before microbatch 9 " in outcomes[0].text
     assert "rank 2 (stage 0) has a further batch" in outcomes[1].text
-
-
-def test_the_others_end_when_a_rank_is_killed() -> None:
-    outcomes = run_ranks(failing.killed, 4, 1)
-    assert errors(outcomes) == ["PeerLostError", "killed", "PeerLostError", "PeerLostError"]
 
 
 @pytest.mark.parametrize("flag", ["interrupted", "finished"])

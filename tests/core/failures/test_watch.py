@@ -204,9 +204,3 @@ def test_an_error_of_one_rank_is_what_the_others_raise(rank: int, waits: bool) -
 def test_rank_0_may_end_well_before_the_others() -> None:
     outcomes = run_ranks(watched.ends_early, RANKS)
     assert {outcome.error for outcome in outcomes} == {"killed"}, "none raised anything"
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads and files in /proc")
-def test_nothing_is_left_of_a_watch_that_has_ended() -> None:
-    for once, often in values(run_ranks(watched.again_and_again, 2)):
-        assert often == once

@@ -70,16 +70,3 @@ def ends_early(mesh: Mesh) -> str:
     time.sleep(2.5)  # the watch reads the store once a second
     watch.check()
     os._exit(7)  # skip the barrier after each scenario
-
-
-def again_and_again(mesh: Mesh) -> list[list[int]]:
-    """Return the numbers of threads and of open files after one watch has ended, and after 20 more."""
-    counts = []
-    for times in (1, 20):
-        for _ in range(times):
-            watch = begun(mesh)
-            dist.barrier()
-            watch.close()
-        time.sleep(1.0)  # a stopped thread is listed until it has ended
-        counts.append([len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")])
-    return counts

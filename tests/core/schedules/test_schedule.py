@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_asyncpp.core.schedule import Schedule, StalenessRule, depth, largest_lookahead
+from lightning_asyncpp.core.schedule import Schedule, StalenessRule, depth
 
 
 @pytest.mark.parametrize(
@@ -31,28 +31,6 @@ def test_lists_of_two_stages_are_those_of_the_drawings(schedule: Schedule, actio
     assert " ".join(map(str, schedule.run(3, 3))) == actions
 
 
-@pytest.mark.parametrize(
-    ("staleness", "microbatches", "drained", "actions"),
-    [
-        ("uniform", 2, 2, "F0 F1 B0 B1 U0 F2 F3 B2 F4 B3 F5 B4 U1 B5 U2"),
-        ("uniform", 2, 3, "F0 F1 B0 F2 B1 B2 U0 F3 F4 B3 F5 B4 U1 B5 U2"),
-        ("uniform", 2, 4, "F0 F1 B0 F2 B1 F3 B2 U0 B3 U1 F4 F5 B4 B5 U2"),
-        ("least", 3, 4, "F0 F1 B0 F2 B1 F3 B2 B3 U0 F4 F5 B4 F6 B5 U1 F7 B6 F8 B7 B8 U2"),
-    ],
-)
-def test_a_drain_applies_the_updates_of_complete_mini_batches(
-    staleness: str, microbatches: int, drained: int, actions: str
-) -> None:
-    schedule = Schedule(0, 2, staleness=staleness)  # type: ignore[arg-type]
-    assert " ".join(map(str, schedule.run(3, microbatches, {drained}))) == actions
-
-
-def test_the_first_mini_batch_after_a_synchronous_start_has_no_delay_either() -> None:
-    schedule = Schedule(0, 2, 0, StalenessRule(1, 2))
-    assert [schedule.stage_rule.version(t) for t in range(6)] == [0, 1, 2, 2, 3, 4]
-    assert [schedule.pipeline_rule.updates_behind(t) for t in range(4)] == [0, 0, 1, 1]
-
-
 @given(st.integers(1, 40), st.integers(0, 40))
 def test_hops_share_the_lookahead_evenly(num_stages: int, lookahead: int) -> None:
     depths = [depth(stage, num_stages, lookahead) for stage in range(num_stages)]
@@ -62,10 +40,3 @@ def test_hops_share_the_lookahead_evenly(num_stages: int, lookahead: int) -> Non
     assert min(hops, default=1) >= 1
     runs = [[sum(hops[i : i + n]) for i in range(len(hops) - n + 1)] for n in range(1, num_stages)]
     assert all(max(sums) - min(sums) <= 1 for sums in runs), "runs of equally many hops"
-
-
-@given(st.integers(2, 40), st.integers(0, 40), st.integers(1, 3))
-def test_the_largest_lookahead_fills_a_mini_batch_and_no_more(num_stages: int, extra: int, num_replicas: int) -> None:
-    microbatches = num_stages + extra
-    most = largest_lookahead(num_stages, microbatches, num_replicas)
-    assert depth(0, num_stages, most) == microbatches - (num_replicas > 1)

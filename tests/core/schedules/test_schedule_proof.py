@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_asyncpp.core.schedule import Action, Kind, Schedule, StalenessRule, depth, largest_lookahead
 from lightning_asyncpp.core.settings import PipelineSettings
-from tests.core.schedules.schedule_proof import MINI_BATCHES, StageList, check, check_lists
+from tests.core.schedules.schedule_proof import StageList, check, check_lists
 
 Lists = list[StageList]
 # Uniform staleness, a flush after every mini-batch, or least staleness with the given slack.
@@ -145,33 +145,6 @@ def test_any_drains_keep_the_rules(data: st.DataObject) -> None:
     lookahead = data.draw(st.integers(0, largest_lookahead(num_stages, count, num_replicas)))
     schedules = pipeline(num_stages, lookahead, data.draw(st.sampled_from(RULES)), data.draw(st.integers(0, 2)))
     assert check(schedules, count, num_replicas, data.draw(st.sets(st.integers(1, 4 * count)))) == []
-
-
-def forwards_before_updates(actions: Sequence[Action], microbatches: int) -> list[int]:
-    """Return the number of forwards between the last backward and the update of each mini-batch except the last."""
-    at = {str(action): place for place, action in enumerate(actions)}
-    spans = [(at[f"B{(t + 1) * microbatches - 1}"], at[f"U{t}"]) for t in range(MINI_BATCHES - 1)]
-    return [sum(action.kind is Kind.FORWARD for action in actions[begin:end]) for begin, end in spans]
-
-
-@pytest.mark.parametrize("slack", [0, 1, 2])
-def test_an_update_comes_as_soon_as_its_gradient_and_the_slack(slack: Rule) -> None:
-    for num_stages, count in itertools.product(range(2, 7), range(2, 15)):
-        for lookahead in admitted(slack, num_stages, count):
-            for schedule in pipeline(num_stages, lookahead, slack, start=0):
-                most = count - schedule.depth  # as late as with uniform staleness
-                waited = forwards_before_updates(schedule.run(MINI_BATCHES, count), count)
-                assert waited == [min(slack, most)] * len(waited), (num_stages, count, lookahead, schedule.stage)
-
-
-def test_holding_back_fewer_than_are_under_way_is_caught_on_any_stage() -> None:
-    for num_stages, lookahead in itertools.product(range(2, 9), (0, 1, 3)):
-        lists = pipeline(num_stages, lookahead, 0, start=0)
-        count = lists[0].depth + 3
-        for stage in range(num_stages - 1):
-            bare = [replace(s.stage_rule, num_stale=s.depth - (s.stage == stage)) for s in lists]
-            changed = [OfDepth.of(s, stage_rule=rule) for s, rule in zip(lists, bare)]
-            assert {"gradient", "deadlock"} <= rules(check(changed, count)), (num_stages, lookahead, stage)
 
 
 def ancestors(num_stages: int, lookahead: int, actions: Sequence[Sequence[Action]]) -> dict[tuple[int, str], set]:
@@ -307,13 +280,6 @@ def test_a_synchronous_start_without_a_flush_is_caught() -> None:
     assert {"delay", "deadlock"} <= rules(check_lists(without_flush, 3))
     too_far_ahead = pipeline(4, 2, start=4)
     assert {"versions", "gradient"} <= rules(check(too_far_ahead, 4)), "what comes after a long start is looked at"
-
-
-def test_equal_depths_lock_neighbours_and_growing_ones_are_a_deadlock() -> None:
-    assert check_lists(of_depths([6, 3, 2, 0], 6), 6) == []
-    locked = check_lists(of_depths([3, 2, 2, 0], 6), 6)
-    assert locked == ["depth: B0 has as many forwards before it on stage 2 as on stage 1"]
-    assert rules(check_lists(of_depths([3, 1, 2, 0], 6), 6)) == {"depth", "deadlock"}
 
 
 def test_a_drain_that_one_stage_leaves_out_is_a_deadlock() -> None:

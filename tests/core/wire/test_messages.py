@@ -160,27 +160,6 @@ def test_what_does_not_fit_ends_the_run(mistake: Callable[[], None], message: st
 # -- autograd graphs of received tensors ------------------------------------------------------------------------------
 
 
-def add_in_place(x: Tensor) -> Tensor:
-    x += x.detach().sum()
-    return x * 2
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_gradient_is_that_of_a_tensor_in_the_middle_of_a_graph(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    values = torch.randn(3, 4).to(dtype)
-    leaf = values.clone().requires_grad_()
-    expected = add_in_place(leaf * 1)
-    tensor, gradient = begin(values.clone())
-    output = add_in_place(tensor)
-    seed = torch.randn(3, 4).to(dtype)
-    expected.backward(seed)
-    output.backward(seed)
-    assert leaf.grad is not None
-    assert torch.equal(output, expected)
-    assert torch.equal(arrived_at(gradient), leaf.grad)
-
-
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint16, torch.bool, torch.complex64]
 
 

@@ -17,6 +17,7 @@ from lightning_asyncpp import cli
 from lightning_asyncpp.errors import NonFiniteGradientError
 from research.ablations import training
 from research.ablations.__main__ import main
+from tests.helpers.models import write_texts
 
 FIT = {
     "trainer": {"max_steps": 8, "max_epochs": -1, "val_check_interval": 4, "check_val_every_n_epoch": None},
@@ -51,10 +52,7 @@ def arguments(tmp_path: Path) -> list[str]:
     fit["data"]["init_args"] |= {"source": str(tmp_path / "text"), "cache_dir": str(tmp_path / "cache")}
     (tmp_path / "fit.yaml").write_text(yaml.safe_dump(fit))
     (tmp_path / "grid.yaml").write_text(yaml.safe_dump(GRID))
-    (tmp_path / "text").mkdir()
-    for index in range(20):
-        lines = [f"document {index} line {line} {index * line}\n" for line in range(30)]
-        (tmp_path / "text" / f"{index}.txt").write_text("".join(lines))
+    write_texts(tmp_path / "text", 20)
     return [str(tmp_path / "grid.yaml"), "--output", str(tmp_path / "out"), "--workers", "1"]
 
 

@@ -68,7 +68,6 @@ CONSTANT = 100 + 100 + 3 + 200 + 100
 
 @pytest.mark.parametrize(("stage", "lookahead"), list(itertools.product(range(4), [0, 1, 3])))
 def test_flights_are_those_of_the_schedule(stage: int, lookahead: int) -> None:
-    """Microbatches in flight are those of the schedule; a flush needs only one set of gradients."""
     schedule = Schedule(stage, 4, lookahead)
     memory = peak_of(schedule, PROFILE, 8, 0)
     flights = schedule.depth + 1

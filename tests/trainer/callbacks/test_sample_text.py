@@ -16,6 +16,7 @@ from lightning_asyncpp import ConfigurationError, GPTModule, SampleText
 from lightning_asyncpp.data import ByteTokenizer, TextDataModule
 from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.models.sampling import Sampling, generate_tokens, logits_of
+from tests.helpers.models import write_texts
 from tests.helpers.modules import small_gpt
 from tests.helpers.oracle import assert_equal_weights
 from tests.helpers.pool import Pools
@@ -79,17 +80,14 @@ def test_what_cannot_be_sampled_from_is_refused() -> None:
 
 def test_the_tokenizer_of_the_data_in_one_process(tmp_path: Path) -> None:
     """In one process, SampleText uses the data module's tokenizer, here one that is trained on the texts."""
-    (tmp_path / "text").mkdir()
-    for index in range(8):
-        (tmp_path / "text" / f"{index}.txt").write_text(f"number {index} and {index * index} " * 60)
+    text = write_texts(tmp_path / "text", 8)
     sizes = {"vocab_size": 280, "context_length": 16}
-    data = TextDataModule(
-        str(tmp_path / "text"), "bpe", batch_size=2, val_fraction=0.2, cache_dir=str(tmp_path / "cache"), **sizes
-    )
-    callback = SampleText(["number 3"], max_new_tokens=5)
+    cache = str(tmp_path / "cache")
+    data = TextDataModule(str(text), "bpe", batch_size=2, val_fraction=0.2, cache_dir=cache, **sizes)
+    callback = SampleText(["line 3"], max_new_tokens=5)
     trainer = make_trainer(Run(Net, "plain"), max_steps=2, limit_val_batches=1, callbacks=[callback])
     module = GPTModule(GPTConfig(**sizes, num_layers=1, dim=16, num_heads=2))
     trainer.fit(module, datamodule=data)
-    text = callback._continued(trainer, module, callback._tokenizer(trainer), "number 3")
-    assert text.startswith("number 3")
-    assert len(text) > len("number 3")
+    continued = callback._continued(trainer, module, callback._tokenizer(trainer), "line 3")
+    assert continued.startswith("line 3")
+    assert len(continued) > len("line 3")

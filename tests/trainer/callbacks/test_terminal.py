@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
-from lightning_asyncpp import AsyncPipelineStrategy, PipelineProgressBar
+from lightning_asyncpp import PipelineProgressBar
 from lightning_asyncpp.core.cut.partition_choice import choose_partition
 from lightning_asyncpp.core.cut.units import pipeline_units
 from lightning_asyncpp.core.cut.whole_model import WholeModel
@@ -30,7 +30,7 @@ from lightning_asyncpp.core.ranks.mesh import Mesh
 from lightning_asyncpp.models import GPT, GPTConfig
 from lightning_asyncpp.trainer import step_log
 from lightning_asyncpp.trainer.callbacks.terminal import StageSummary, show_stages, stage_table
-from tests.helpers.trainer import Net, Run, loader
+from tests.helpers.trainer import Net, Run, loader, make_trainer
 
 FIGURES = {
     "gradient_staleness_stage_17": 0.25, "val_loss": 2.5, "bubble": 0.21, "tokens_per_second": 123456.0, "mfu": 0.4,
@@ -102,11 +102,7 @@ def test_a_value_that_comes_late_from_a_device(monkeypatch: pytest.MonkeyPatch) 
     """The bar shows a late value a batch later, callbacks have it at once, and the epoch value is there at the end."""
     monkeypatch.setattr(step_log, "_is_late", lambda value: True)
     noting, run = NotesTheBar(), Run(LogsItsNumber)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, strategy=AsyncPipelineStrategy(microbatches=1), max_epochs=1, logger=False,
-        limit_train_batches=4, val_check_interval=2, enable_checkpointing=False, enable_progress_bar=False,
-        callbacks=[noting],
-    )  # fmt: skip
+    trainer = make_trainer(run, limit_train_batches=4, val_check_interval=2, callbacks=[noting])
     trainer.fit(LogsItsNumber(run), loader(run), loader(run))
     assert noting.bars == [None, 0.0, 1.0, 2.0]
     assert noting.others == [0.0, 1.0, 2.0, 3.0]

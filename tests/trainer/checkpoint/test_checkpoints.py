@@ -64,15 +64,3 @@ def test_the_checkpoint_of_another_model_is_refused_on_every_rank(pools: Pools, 
     outcomes = pools.outcomes(2, fit, Run(Longer, ckpt_path=str(tmp_path / "saved.ckpt")))
     assert all(outcome.error for outcome in outcomes)
     assert any("size mismatch for model" in outcome.message for outcome in outcomes), outcomes
-
-
-def test_resumed_from_last(tmp_path: Path) -> None:
-    """A new Trainer with the same ModelCheckpoint finds the newest file and resumes as if never interrupted."""
-    run = Run(Net, dropout=0.2, scheduler="decay-step", shuffle=True)
-    (whole,) = ONE_PROCESS.run(2, fit, replace(run, trainer={"max_epochs": 3}))
-    run = replace(run, callbacks=(saving(tmp_path, save_top_k=1, save_last=True),), ckpt_path="last")
-    for epochs, first in ((1, 1), (3, 6)):
-        trainer = {"max_epochs": epochs, "enable_checkpointing": True}
-        (resumed,) = ONE_PROCESS.run(2, fit, replace(run, trainer=trainer))
-        assert resumed["steps"][0] == first
-    assert_equal_weights(resumed["weights"], whole["weights"])

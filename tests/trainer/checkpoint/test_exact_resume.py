@@ -10,7 +10,6 @@ from typing import Any
 
 import lightning as L
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -23,6 +22,7 @@ from tests.helpers.resumable import (
     check_resumed,
     fit_showing,
     run_of,
+    saving,
     saving_after,
 )
 from tests.helpers.trainer import Run
@@ -88,9 +88,8 @@ def test_saved_by_a_callback_of_ones_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("trainer", "at_the_end"), [(TWO_EPOCHS, True), (STEPS, False)], ids=["epoch", "validation"])
 def test_saved_while_an_epoch_ends(trainer: dict[str, Any], at_the_end: bool, tmp_path: Path) -> None:
     """Metrics that were logged before a save at an epoch's end or validation do not count for the next epoch."""
-    saving = {"save_top_k": -1, "filename": "{step}", "every_n_epochs": 1, "save_on_train_epoch_end": at_the_end}
     run = run_of(tmp_path, "plain", trainer, val_samples=(9,), scheduler="decay-epoch")
-    run = replace(run, callbacks=((ModelCheckpoint, {"dirpath": tmp_path} | saving),))
+    run = replace(run, callbacks=(saving(tmp_path, every_n_epochs=1, save_on_train_epoch_end=at_the_end),))
     check_resumed(ONE_PROCESS, run, "plain", tmp_path, [5])
 
 

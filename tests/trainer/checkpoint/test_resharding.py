@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
@@ -18,7 +17,7 @@ from lightning_asyncpp.cli import main
 from lightning_asyncpp.storage import load
 from tests.helpers.oracle import assert_equal_weights, joined_weights, mini_batches_of, oracle, plain_module
 from tests.helpers.pool import Pools
-from tests.helpers.resumable import ONE_PROCESS, RESUMABLE_RUN, RESUMABLE_TRAINER, OneProcess, ResumableNet
+from tests.helpers.resumable import ONE_PROCESS, RESUMABLE_RUN, RESUMABLE_TRAINER, OneProcess, ResumableNet, saving
 from tests.helpers.trainer import Run, arrays, fit
 from tests.storage.saves import assert_same
 
@@ -27,11 +26,8 @@ FOUR = {"microbatches": 4}
 
 def run_of(folder: Path, **options: Any) -> Run:
     """Return a run of two epochs of five batches, with a checkpoint after every second batch."""
-    saving = (ModelCheckpoint, {"dirpath": folder, "save_top_k": -1, "filename": "{step}", "every_n_train_steps": 2})
-    trainer = RESUMABLE_TRAINER | {"max_epochs": 2}
-    return replace(
-        RESUMABLE_RUN, module=ResumableNet, callbacks=(saving,), options=FOUR | options, trainer=trainer
-    )  # fmt: skip
+    callbacks, trainer = (saving(folder, every_n_train_steps=2),), RESUMABLE_TRAINER | {"max_epochs": 2}
+    return replace(RESUMABLE_RUN, module=ResumableNet, callbacks=callbacks, options=FOUR | options, trainer=trainer)
 
 
 def trained(pools: Pools | OneProcess, stages: int, run: Run) -> dict[str, np.ndarray]:
@@ -90,9 +86,8 @@ def test_from_asynchronous_to_synchronous(tmp_path: Path) -> None:
 
 def test_other_replicas(pools: Pools, tmp_path: Path) -> None:
     """Two replicas can resume as one at an epoch's end, with the same result for any number of stages."""
-    saving = (ModelCheckpoint, {"dirpath": tmp_path, "save_top_k": -1, "filename": "{step}", "every_n_epochs": 1})
-    run = replace(run_of(tmp_path, data_parallel_size=2), module=RESUMABLE_RUN.module, callbacks=(saving,), samples=40)
-    run = replace(run, shuffle=True)
+    run = replace(run_of(tmp_path, data_parallel_size=2), module=RESUMABLE_RUN.module, samples=40, shuffle=True)
+    run = replace(run, callbacks=(saving(tmp_path, every_n_epochs=1),))
     trained(pools, 2, run)
     assert_equal_weights(resumed(pools, 2, run, 3), resumed(ONE_PROCESS, 1, run, 3))
 
@@ -117,7 +112,6 @@ def saved(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 def test_parts_of_processes_hold_what_one_file_holds(saved: Saved, pools: Pools, tmp_path: Path) -> None:
-    """Parts hold what one file holds, and runs with other processes or with a single one can resume from them."""
     assert_equal_weights(trained(ONE_PROCESS, 2, run_of(tmp_path)), saved.weights)
     assert_equal_weights(resumed(pools, 3, saved.run), saved.weights)
     assert_equal_weights(resumed(ONE_PROCESS, 1, saved.run), saved.weights)

@@ -98,6 +98,5 @@ def test_what_strategies_must_share(pools: Pools, said: str) -> None:
 
 
 def test_a_sample_per_replica_is_enough(pools: Pools) -> None:
-    """One sample per replica is enough, even if there are more microbatches than samples."""
     run = Run(Net, options={"data_parallel_size": 2, "microbatches": 3}, samples=2, shuffle=True)
     assert {result["global_step"] for result in pools.run(4, fit, run)} == {1}

@@ -15,7 +15,7 @@ import transformers
 from lightning_asyncpp import HFModule
 from lightning_asyncpp.cli import main
 from lightning_asyncpp.data import ChatDataModule, TextDataModule
-from tests.helpers.models import make_folder, make_tokenizer
+from tests.helpers.models import make_folder, make_tokenizer, write_texts
 from tests.helpers.pool import Pools
 from tests.helpers.trainer import Run, make_trainer
 from tests.trainer.hf import test_hf_module as hf
@@ -31,9 +31,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("place")
     make_folder(folder / "model")
     make_folder(folder / "others", vocab_size=280)
-    (folder / "text").mkdir()
-    for number in range(20):
-        (folder / "text" / f"{number}.txt").write_text(f"the quick brown fox {number}, and what it jumps over\n" * 9)
+    write_texts(folder / "text", 20)
     rows = [{"prompt": f"What is {n} and two?", "response": f"It is {n + 2}. " * (n % 3 + 1)} for n in range(40)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder

@@ -121,7 +121,6 @@ def fit_from_outside(run: Run, devices: int, method: str) -> dict[str, Any]:
     [*((case, "fork") for case in CASES), pytest.param("built by the ranks", "spawn", marks=pytest.mark.slow)],
 )
 def test_the_starting_process_has_the_trained_model(case: str, method: str, tmp_path: Path) -> None:
-    """The starting process has the model and metrics that the same training gives in one process."""
     of, devices = CASES[case]
     kept, own = (replace(of, callbacks=(*of.callbacks, saving(tmp_path / name))) for name in ("kept", "own"))
     (expected,), found = ONE_PROCESS.run(devices, fit, kept), run(fit_from_outside, own, devices, method, timeout=200.0)

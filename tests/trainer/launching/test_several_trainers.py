@@ -59,15 +59,15 @@ def test_the_next_trainer_goes_on_where_the_last_one_stopped(pools: Pools) -> No
         assert all(not np.array_equal(array, expected["weights"][name]) for name, array in rank["mean"].items())
 
 
-def threads_after_a_run() -> int:
-    """Train, and return this rank's number of threads; those of a run's process groups end before the next run."""
+def left_after_a_run() -> list[int]:
+    """Train, and return this rank's numbers of threads and files; a run's process groups end before the next run."""
     fit(Run(Net, "async", {"microbatches": 2}))
     gc.collect()
     time.sleep(0.2)  # a thread is listed until it has really ended
-    return len(os.listdir("/proc/self/task"))
+    return [len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")]
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
-def test_no_thread_outlives_its_run(pools: Pools) -> None:
-    _, before, after = (pools.run(2, threads_after_a_run) for _ in range(3))
-    assert all(now <= then for then, now in zip(before, after))
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads and files in /proc")
+def test_no_thread_and_no_file_outlives_its_run(pools: Pools) -> None:
+    _, before, after = (np.array(pools.run(2, left_after_a_run)) for _ in range(3))
+    assert (after <= before).all()

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.helpers.evaluations import Evaluations, trajectory
 from tests.helpers.oracle import assert_equal_weights
 from tests.helpers.pool import Pools
-from tests.helpers.resumable import ONE_PROCESS, OneProcess
+from tests.helpers.resumable import ONE_PROCESS, OneProcess, saving
 from tests.helpers.trainer import Run
 
 SAMPLES = 36  # three batches
@@ -62,8 +61,8 @@ def test_over_processes(pools: Pools, name: str, stages: int, replicas: int) -> 
 def test_a_checkpoint_of_a_validation_holds_the_generators_of_the_training(tmp_path: Path) -> None:
     """A checkpoint saved while the validation's generators are in use restores these and those of the training."""
     evaluations = Evaluations(shuffled=True)
-    saving = (ModelCheckpoint, {"dirpath": tmp_path, "monitor": "val_loss", "save_top_k": -1, "filename": "{step}"})
-    run = replace(RUN, callbacks=(saving,), trainer={"max_epochs": 3, "enable_checkpointing": True})
+    run = replace(RUN, callbacks=(saving(tmp_path, monitor="val_loss"),))
+    run = replace(run, trainer={"max_epochs": 3, "enable_checkpointing": True})
     again = replace(run, callbacks=(), ckpt_path=str(tmp_path / "step=3.ckpt"))
     (whole,), (resumed,) = (ONE_PROCESS.run(2, trajectory, of, evaluations, evaluations) for of in (run, again))
     for kind in ("weights", "buffers"):

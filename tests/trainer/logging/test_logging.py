@@ -147,7 +147,6 @@ class SkipsRest(Net):
 
 
 def test_an_epoch_that_is_cut_short_loses_no_update_and_no_metric() -> None:
-    """A shortened epoch has all its updates and metrics, and the next epoch has metrics of its own."""
     run = Run(SkipsRest, options={"microbatches": STAGES}, trainer={"max_epochs": 2, "logger": "list"})
     short = replace(run, module=Net, trainer={"max_epochs": 1, "logger": "list", "limit_train_batches": 2})
     (expected,), (found,) = (ONE_PROCESS.run(STAGES, fit, of) for of in (short, run))
