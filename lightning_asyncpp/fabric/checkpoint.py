@@ -21,6 +21,7 @@ from lightning_asyncpp.core.checkpoint import (
     stage_pipeline_state,
 )
 from lightning_asyncpp.core.cut.whole_model import whole_of
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin
 from lightning_asyncpp.strategy_parts.resumable_loader import ResumableLoader, is_stateful, set_epoch, warn_if_inexact
 from lightning_asyncpp.strategy_parts.stage_loader import PlaceholderBatch, PlaceholderLoader, shuffle_by_epoch
@@ -189,7 +190,16 @@ class FabricLoader(ResumableLoader):
         return {**here, **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state of :meth:`state_dict` for the next iteration."""
+        """Load a state of :meth:`state_dict` for the next iteration.
+
+        Raises:
+            ConfigurationError: a loader without a pipeline wrote the state.
+        """
+        if "is_over" not in state:
+            raise ConfigurationError(
+                "a Fabric run without a pipeline saved this loader, and a pipeline cannot take up its place: leave the"
+                " loader out of the state that you load, and begin an epoch"
+            )
         if self._has_rest(state):
             warn_if_inexact(self._given, state)
         self._rest = state

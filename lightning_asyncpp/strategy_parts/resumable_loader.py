@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
 
 from lightning_asyncpp.data.replica import classes_of_litdata
 from lightning_asyncpp.strategy_parts.stage_loader import LoaderInFront
@@ -75,9 +76,14 @@ class ResumableLoader(LoaderInFront):
             return
         self._batches, self._exhausted = 0 if ended else int(state["batches"]), False
         self._before = {"batches": 0} if ended else dict(state)
-        if takes_up(self.loader, state):
+        takes_it_up = takes_up(self.loader, state)
+        if takes_it_up:
             self._take_up(state, ended)
-        yield from self._read(self._iterate(begun=not ended))
+        draws = state.get("generators", [])
+        if ended:
+            self._set_generators(draws)
+        iterator = self._iterate(begun=not ended)
+        yield from self._read(iterator, draws if takes_it_up and not ended else [])
 
     def _take_up(self, state: Mapping[str, Any], ended: bool) -> None:
         """Restore the loader's position, or the start of the next epoch if the epoch has ended."""
@@ -107,7 +113,13 @@ class ResumableLoader(LoaderInFront):
             iterator: Iterator[Any] = iter(self.loader)
         return iterator
 
-    def _read(self, iterator: Iterator[Any]) -> Iterator[Any]:
+    def _read(self, iterator: Iterator[Any], draws: Sequence[Tensor]) -> Iterator[Any]:
+        """Iterate over the batches; the first one draws the order of the epoch, also where it was drawn before.
+
+        Args:
+            iterator: iterator over the loader.
+            draws: states of the loader's generators at a checkpoint in this epoch.
+        """
         length, begin = self.length, self._batches
         try:
             while True:
@@ -117,9 +129,18 @@ class ResumableLoader(LoaderInFront):
                     self._exhausted = True
                     return
                 self._batches += 1
-                if self._batches == length:  # one more step tells the loader that its epoch has ended
-                    self._exhausted = next(iterator, _END) is _END
+                if draws:
+                    self._set_generators(draws)
+                    draws = []
+                if self._batches != length:
+                    yield batch
+                    continue
+                before = self._generator_states()
+                self._exhausted = next(iterator, _END) is _END  # tells the loader that its epoch has ended
+                after = self._generator_states()
+                self._set_generators(before)  # a sampler may have drawn an order that nobody asked for yet
                 yield batch
+                self._set_generators(after)
         finally:
             if isinstance(self.loader, classes_of_litdata("StreamingDataLoader")):
                 self.loader.restore = False  # litdata resets this only when an epoch is read to its end
@@ -131,7 +152,21 @@ class ResumableLoader(LoaderInFront):
             "workers": getattr(self.loader, "num_workers", 0),
             "class": type(self.loader).__name__,
             "loader": self.loader.state_dict() if is_stateful(self.loader) else None,
+            "generators": self._generator_states(),
         }
+
+    def _generator_states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators()]
+
+    def _set_generators(self, states: Sequence[Tensor]) -> None:
+        for generator, state in zip(self._generators(), states):
+            generator.set_state(state)
+
+    def _generators(self) -> list[torch.Generator]:
+        """Return the user's generators of the loader and its samplers, each once."""
+        found = [getattr(owner, "generator", None) for owner in (self.loader, *_samplers(self.loader))]
+        own = {id(g): g for g in found if isinstance(g, torch.Generator) and g is not self._generator}
+        return list(own.values())
 
 
 def is_stateful(value: object) -> bool:
@@ -166,6 +201,10 @@ def takes_up(loader: Any, state: Mapping[str, Any]) -> bool:
 
 def set_epoch(loader: Any, epoch: int) -> None:
     """Set the number of the epoch in the samplers of a loader; the order of the data depends on it."""
-    for owner in (loader, getattr(loader, "batch_sampler", None)):
-        if callable(tell := getattr(getattr(owner, "sampler", None), "set_epoch", None)):
+    for sampler in _samplers(loader):
+        if callable(tell := getattr(sampler, "set_epoch", None)):
             tell(epoch)
+
+
+def _samplers(loader: Any) -> list[Any]:
+    return [getattr(owner, "sampler", None) for owner in (loader, getattr(loader, "batch_sampler", None))]

@@ -25,6 +25,7 @@ from lightning_asyncpp.core.checkpoint import (
     stage_model_state,
     stage_pipeline_state,
 )
+from lightning_asyncpp.core.cut.averages import averages_in
 from lightning_asyncpp.core.randomness import random_states, set_random_states
 from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.strategy_parts.mixin import PipelineStrategyMixin
@@ -32,6 +33,7 @@ from lightning_asyncpp.strategy_parts.resumable_loader import ResumableLoader, w
 from lightning_asyncpp.strategy_parts.stage_loader import PlaceholderLoader, shuffle_by_epoch
 from lightning_asyncpp.trainer import private
 
+_LOADERS = "combined_loader"  # entry of the fit loop's state with the states of training loaders
 _CURRENT = "current_model_state"  # entry of the trained weights if Lightning's callback saves averages as "state_dict"
 PROGRESS = "progress"
 """Entry of the strategy's state in a checkpoint: the :meth:`Progress.state` of each rank."""
@@ -209,8 +211,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
             StorageError: the checkpoint cannot be written; an earlier one of the same kind (file or folder) at this
                 path is intact, or the complete new one has replaced it.
         """
-        # Lightning's entry has the loaders of rank 0 only; the pipeline's entry has those of all ranks.
-        checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
+        self._write_loaders_for_lightning(checkpoint)
         if _CURRENT in checkpoint and self._averages_weights():  # the callback saved the averages of this stage
             checkpoint["state_dict"] = self.checkpoints.collected(self._of_this_stage(checkpoint["state_dict"]))
         if self.session.optimizer is not None and "optimizer_states" in checkpoint:  # not weights only
@@ -222,6 +223,16 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
             checkpoint = {name: checkpoint[name] for name in _OF_STAGES if name in checkpoint}
         files = self.checkpoint_io
         self.checkpoints.save(filepath, checkpoint, lambda it: files.save_checkpoint(it, filepath, storage_options))
+
+    def _write_loaders_for_lightning(self, checkpoint: dict[str, Any]) -> None:
+        """Keep in Lightning's entry what a plain Trainer can read: the loaders' own states, with a single replica.
+
+        The pipeline's entry has the loaders of all ranks.
+        """
+        fit_loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+        states = fit_loop.pop(_LOADERS, ())
+        if self.is_global_zero and self.session.running().mesh.num_replicas == 1:
+            fit_loop[_LOADERS] = [state["loader"] for state in states if state["loader"] is not None]
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -242,7 +253,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
     def _averages_weights(self) -> bool:
         """Return whether a callback of Lightning averages weights and loads the averages from a checkpoint."""
         callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
-        return self.session.optimizer is not None and any(isinstance(c, WeightAveraging) for c in callbacks)
+        return any(averages_in(callback for callback in callbacks if isinstance(callback, WeightAveraging)))
 
     def _entry_of_weights(self, content: Mapping[str, Any]) -> str:
         """Return the name of the entry with the trained weights; their usual entry may have averages of weights."""
@@ -257,6 +268,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         state = content.get(PIPELINE)
         if state is None:
             return
+        content["loops"]["fit_loop"]["state_dict"].pop(_LOADERS, None)
         mesh, replicas = self.session.running().mesh, state["data_parallel_size"]
         of_ranks = state[PROGRESS]  # one entry if all stages were in one process
         own = of_ranks[rank_to_follow(mesh, state) if len(of_ranks) > 1 else 0]

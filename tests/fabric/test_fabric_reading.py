@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from lightning_asyncpp.errors import ConfigurationError
 from lightning_asyncpp.fabric import AsyncPipelineStrategy
 from lightning_asyncpp.fabric.checkpoint import FabricLoader
 from lightning_asyncpp.strategy_parts.stage_loader import stage_loader
@@ -93,6 +94,11 @@ def test_saved_again_before_a_batch_was_read(taken: int) -> None:
         assert numbers_of(once_more) == rest
         if state is saved[0]:
             assert numbers_of(once_more) == following
+
+
+def test_the_place_of_a_loader_of_plain_fabric_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="leave the loader out of the state"):
+        fabric_loader("stateful").load_state_dict(fabric_loader("stateful").loader.state_dict())
 
 
 def test_moved_data(tmp_path: Path) -> None:

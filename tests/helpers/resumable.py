@@ -68,7 +68,8 @@ def training_loader(run: Run, kind: str, folder: str, samples: Callable[[int, bo
         return StreamingDataLoader(data, batch_size=run.batch_size, **workers)
     make = StatefulDataLoader if "stateful" in kind else DataLoader
     data = samples(run.samples, "noisy" in kind)
-    return make(data, run.batch_size, shuffle=True, **workers)
+    generator = torch.Generator().manual_seed(run.seed) if "generator" in kind else None
+    return make(data, run.batch_size, shuffle=True, generator=generator, **workers)
 
 
 class Showing(Net):

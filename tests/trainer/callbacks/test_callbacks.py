@@ -18,7 +18,7 @@ from lightning.pytorch import callbacks
 from tests.helpers.modules import BackboneNet
 from tests.helpers.oracle import assert_equal_weights, joined_weights, mini_batches_of, oracle
 from tests.helpers.pool import Pools, impatient
-from tests.helpers.trainer import Net, Run, evaluate, fit, staged, train
+from tests.helpers.trainer import Net, Run, evaluate, fit, loader, make_trainer, staged, train
 from tests.trainer.callbacks.callback_table import BASE, NOTE, PAGE, REFUSED, TABLE, WORKS, Entry, make, page
 
 WORKING = [entry for entry in TABLE if entry.verdict in (WORKS, NOTE)]
@@ -59,6 +59,23 @@ def test_prediction_writer(pools: Pools) -> None:
     results = pools.run(2, evaluate, run, "predict")
     assert [len(batch) for batch in results[0]["returned"]] == [8, 1]
     assert [result["written"] for result in results] == [[8, 1], [None, None]]
+
+
+def fit_and_validate(run: Run) -> list[float]:
+    """Train with averages of weights, and return val_loss: of the training, and of its newest checkpoint."""
+    module, trainer = Net(run), make_trainer(run)
+    trainer.fit(module, loader(run), loader(run))
+    trained = float(trainer.callback_metrics["val_loss"])
+    (again,) = trainer.validate(module, loader(run), ckpt_path="best", verbose=False, weights_only=True)
+    return [trained, again["val_loss"]]
+
+
+def test_averages_are_validated_by_the_trainer_that_made_them(pools: Pools, tmp_path: Path) -> None:
+    saves = (callbacks.ModelCheckpoint, {"dirpath": tmp_path})
+    options = {"enable_checkpointing": True, "max_epochs": 2}
+    run = Run(Net, callbacks=((callbacks.EMAWeightAveraging, {"decay": 0.8}), saves), trainer=options, samples=24)
+    for trained, again in pools.run(2, fit_and_validate, run):
+        assert again == trained
 
 
 def test_throughput_is_counted_on_the_last_stage_alone(pools: Pools, tmp_path: Path) -> None:

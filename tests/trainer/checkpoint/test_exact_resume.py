@@ -57,6 +57,8 @@ LOADERS: dict[str, tuple[str, dict[str, Any], list[int], Any, int]] = {
     "two, of which the shorter has ended": ("two stateful", TWO_EPOCHS, [3], Paired, 32),
     "made anew": ("stateful", TWO_EPOCHS | {"reload_dataloaders_every_n_epochs": 1}, [5, 7], Showing, 37),
     "plain, at an epoch's last batch": ("plain", TWO_EPOCHS, [5], Showing, 37),
+    "plain, with its own generator": ("plain own generator", TWO_EPOCHS, [5], Showing, 37),
+    "with a state, and its own generator": ("stateful own generator", TWO_EPOCHS, [3, 5], Showing, 37),
 }
 
 
@@ -97,6 +99,29 @@ def test_a_loader_with_a_state_is_shuffled_as_one_without(tmp_path: Path) -> Non
     run = replace(run_of(tmp_path, "plain", TWO_EPOCHS), callbacks=())
     stateful, plain = (ONE_PROCESS.run(2, fit_showing, run, kind, "")[0] for kind in ("stateful", "plain"))
     assert stateful["numbers"] == plain["numbers"]
+
+
+@pytest.mark.parametrize("kind", ["plain own generator", "stateful own generator"])
+def test_a_generator_of_its_own_shuffles_as_in_a_plain_trainer(kind: str, tmp_path: Path) -> None:
+    """A sampler draws the order of an epoch that nobody asks for once it is stepped past its end."""
+    run = replace(run_of(tmp_path, kind, EPOCHS, val_samples=(9,)), callbacks=())
+    (ours,), theirs = ONE_PROCESS.run(2, fit_showing, run, kind, ""), fit_showing(as_plain(run), kind, "")
+    assert flat(ours["numbers"]) == flat(theirs["numbers"])
+
+
+def test_a_plain_trainer_reads_on_where_a_pipeline_saved(tmp_path: Path) -> None:
+    run, kind = saving_after(run_of(tmp_path, "stateful own", {"max_epochs": 1}), 3), "stateful own"
+    (whole,) = ONE_PROCESS.run(2, fit_showing, run, kind, "")
+    again = replace(as_plain(run), callbacks=(), ckpt_path=str(tmp_path / "step=3.ckpt"))
+    assert flat(fit_showing(again, kind, "")["numbers"]) == flat(whole["numbers"])[3 * run.batch_size :]
+
+
+def as_plain(run: Run) -> Run:
+    return replace(run, strategy="plain", options={})
+
+
+def flat(numbers: list[list[int]]) -> list[int]:
+    return [number for batch in numbers for number in batch]
 
 
 def fit_warned(run: Run, kind: str) -> tuple[list[str], list[int]]:
