@@ -224,6 +224,18 @@ class PipelineSession:
         self.check_drain()
         return self.running().drain()
 
+    def share_buffers(self) -> None:
+        """Overwrite buffers with the first replica's, which checkpoints hold; a collective call, after a drain.
+
+        Forwards of each replica change them from its own samples, as BatchNorm does.
+        """
+        copy_first_replica(self.connected(), self._buffers)
+
+    def _buffers(self) -> dict[str, Any]:
+        stage = self.stage
+        assert stage is not None, "call cut() before share_buffers()"
+        return {name: value for name, value in stage.state_dict().items() if name not in stage.parameters}
+
     def clip(self, max_norm: float) -> None:
         """Clip the gradients of the update being applied; see :mod:`lightning_asyncpp.core.clipping`.
 

@@ -52,6 +52,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
 
     def _stage_state(self) -> dict[str, Any]:
         assert self.session.stage is not None
+        self.session.share_buffers()
         return stage_model_state(self.session, self.session.stage.state_dict())
 
     @override

@@ -196,6 +196,7 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
     def _stage_state(self) -> dict[str, Any]:
         self.session.running()
         self.drain()
+        self.session.share_buffers()
         return stage_model_state(self.session, self._module.state_dict())
 
     @override

@@ -113,6 +113,7 @@ class EvaluationSteps(PipelineCheckpoints):
     @override
     def on_validation_start(self) -> None:
         self.drain()
+        self.session.share_buffers()
 
 
 def _unless_placeholder(hook: Callable[[Any, int], Any], batch: Any, dataloader_idx: int) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from lightning.pytorch import callbacks
 
-from tests.helpers.modules import BackboneNet
+from tests.helpers.modules import BackboneNet, BatchNormNet
 from tests.helpers.oracle import assert_equal_weights, joined_weights, mini_batches_of, oracle
 from tests.helpers.pool import Pools, impatient
 from tests.helpers.trainer import Net, Run, evaluate, fit, loader, make_trainer, staged, train
@@ -62,19 +62,28 @@ def test_prediction_writer(pools: Pools) -> None:
 
 
 def fit_and_validate(run: Run) -> list[float]:
-    """Train with averages of weights, and return val_loss: of the training, and of its newest checkpoint."""
-    module, trainer = Net(run), make_trainer(run)
-    trainer.fit(module, loader(run), loader(run))
+    """Train, and return val_loss: of the training, and of its checkpoint."""
+    module, trainer = run.module(run), make_trainer(run)
+    trainer.fit(module, loader(run, shuffle=run.shuffle), loader(run))
     trained = float(trainer.callback_metrics["val_loss"])
     (again,) = trainer.validate(module, loader(run), ckpt_path="best", verbose=False, weights_only=True)
     return [trained, again["val_loss"]]
 
 
+def saving_run(module: Any, folder: Path, *others: Any, **more: Any) -> Run:
+    saves = (callbacks.ModelCheckpoint, {"dirpath": folder})
+    return Run(module, callbacks=(*others, saves), trainer={"enable_checkpointing": True, "max_epochs": 2}, **more)
+
+
 def test_averages_are_validated_by_the_trainer_that_made_them(pools: Pools, tmp_path: Path) -> None:
-    saves = (callbacks.ModelCheckpoint, {"dirpath": tmp_path})
-    options = {"enable_checkpointing": True, "max_epochs": 2}
-    run = Run(Net, callbacks=((callbacks.EMAWeightAveraging, {"decay": 0.8}), saves), trainer=options, samples=24)
+    run = saving_run(Net, tmp_path, (callbacks.EMAWeightAveraging, {"decay": 0.8}))
     for trained, again in pools.run(2, fit_and_validate, run):
+        assert again == trained
+
+
+def test_replicas_validate_with_the_buffers_of_the_checkpoint(pools: Pools, tmp_path: Path) -> None:
+    run = saving_run(BatchNormNet, tmp_path, options={"data_parallel_size": 2}, shuffle=True)
+    for trained, again in pools.run(4, fit_and_validate, run):
         assert again == trained
 
 
