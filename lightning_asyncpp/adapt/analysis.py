@@ -83,8 +83,9 @@ class _Analysis:
         raise ConfigurationError(
             f"{class_name(self.model)} cannot be cut between its blocks {self.blocks[0]} to {self.blocks[-1]} ({why}):"
             " code around the blocks may use only what the blocks return, not attributes that the blocks set, may not"
-            " choose blocks by values, and may draw random numbers only from torch's generators. Switch off the code that breaks this rule, name other"
-            " lists of blocks with pipelined(..., blocks=[...]), or give the model pipeline_layers()"
+            " choose blocks by values, and may draw random numbers only from torch's generators. Switch off the code"
+            " that breaks this rule, name other lists of blocks with pipelined(..., blocks=[...]), or give the model"
+            " pipeline_layers()"
         )
 
     def _explored(self, by_inputs: bool) -> OwnForwardCut:
