@@ -233,7 +233,8 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         fit_loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         states = fit_loop.pop(_LOADERS, ())
         if self.is_global_zero and self.session.running().mesh.num_replicas == 1:
-            fit_loop[_LOADERS] = [state["loader"] for state in states if state["loader"] is not None]
+            own = [state.get("loader") for state in states]  # None: without a state, or before the first batch
+            fit_loop[_LOADERS] = [state for state in own if state is not None]
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -58,19 +58,18 @@ def test_ranks_lower_the_rate_on_a_plateau(pools: Pools, scheduler: str) -> None
     assert [result["rates"] for result in pools.run(2, fit, run)] == [plain] * 2
 
 
-def test_every_replica_has_running_statistics_of_its_own(pools: Pools) -> None:
-    """Each replica has the statistics of its own microbatches, in order; the whole model has the first replica's."""
+def test_the_running_statistics_are_those_of_the_first_replica(pools: Pools) -> None:
+    """They are those of its own microbatches, in order, and the other replicas get them at a save."""
     options: dict[str, Any] = {"data_parallel_size": 2, "microbatches": 3}
     run = Run(BatchNormNet, options=options, shuffle=True, samples=36, batch_size=6)
     results = pools.run(4, fit, run)
-    for replica, rank in enumerate((1, 3)):  # the ranks of stage 0
-        norm = nn.BatchNorm1d(DIM)
-        for batch in batches_of(run, 0, replicas=2, replica=replica):
-            for x in batch["x"].tensor_split(3):
-                norm(x)
+    norm = nn.BatchNorm1d(DIM)
+    for batch in batches_of(run, 0, replicas=2, replica=0):
+        for x in batch["x"].tensor_split(3):
+            norm(x)
+    for rank in (1, 3):  # the ranks of stage 0
         buffers = {name.removeprefix("model.0."): array for name, array in results[rank]["buffers"].items()}
         assert_equal_weights(buffers, arrays(dict(norm.named_buffers())))
-    assert (results[1]["buffers"]["model.0.running_mean"] != results[3]["buffers"]["model.0.running_mean"]).any()
     whole = {name: array for name, array in results[0]["full_at_end"].items() if name in results[1]["buffers"]}
     assert_equal_weights(whole, results[1]["buffers"])
     assert_equal_weights(joined_weights(results, 2), joined_weights(results[2:], 2))
