@@ -144,8 +144,7 @@ def stage_model_state(session: PipelineSession, own: Mapping[str, Any]) -> dict[
     assert session.stage is not None
     weights = session.running().weights.for_evaluation() or {}
     shown = {name: weights[use].detach() for name, use in session.stage.names.items() if use in weights}
-    gone = session.whole_model.pruned.names
-    return {name: shown.get(name, value) for name, value in own.items() if name not in gone}
+    return {name: shown.get(name, value) for name, value in session.whole_model.pruned.without_removed(own).items()}
 
 
 def stage_pipeline_state(session: PipelineSession) -> dict[str, Any]:

@@ -27,7 +27,10 @@ from lightning_asyncpp.core import foreach
 
 def norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:
     """Return the 2-norm of every gradient: fp64 tensors without dimensions, on the gradients' devices."""
-    real = [torch.view_as_real(gradient) if gradient.dtype.is_complex else gradient for gradient in gradients]
+    real = list(gradients)
+    for place, gradient in enumerate(real):
+        if gradient.dtype.is_complex:
+            real[place] = torch.view_as_real(gradient)
     return list(foreach.norm(real, 2, dtype=torch.float64)) if real else []
 
 

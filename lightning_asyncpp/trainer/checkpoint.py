@@ -214,7 +214,8 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
         """
         self._write_loaders_for_lightning(checkpoint)
         if _CURRENT in checkpoint and self._averages_weights():  # the callback saved the averages of this stage
-            checkpoint["state_dict"] = self.checkpoints.collected(self._of_this_stage(checkpoint["state_dict"]))
+            own = self.session.whole_model.pruned.without_removed(checkpoint["state_dict"])
+            checkpoint["state_dict"] = self.checkpoints.collected(own)
         if self.session.optimizer is not None and "optimizer_states" in checkpoint:  # not weights only
             mesh = self.session.running().mesh
             of_ranks = gather(mesh, self.progress.state(self._module.trainer), range(mesh.world_size))
@@ -249,7 +250,8 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
             self._resume_progress(content)
         if self._averages_weights():
             for name in {"state_dict", _CURRENT} & content.keys():
-                content[name] = self._of_this_stage(content[name])  # the callback would load all stages' entries
+                # The callback would load the entries of all stages.
+                content[name] = self.session.whole_model.pruned.without_removed(content[name])
         return content
 
     def _averages_weights(self) -> bool:
@@ -260,11 +262,6 @@ class PipelineCheckpoints(PipelineStrategyMixin, DDPStrategy):
     def _entry_of_weights(self, content: Mapping[str, Any]) -> str:
         """Return the name of the entry with the trained weights; their usual entry may have averages of weights."""
         return _CURRENT if self._averages_weights() and _CURRENT in content else "state_dict"
-
-    def _of_this_stage(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state without the entries of other stages' layers."""
-        gone = self.session.whole_model.pruned.names
-        return {name: value for name, value in state.items() if name not in gone}
 
     def _resume_progress(self, content: Mapping[str, Any]) -> None:
         state = content.get(PIPELINE)

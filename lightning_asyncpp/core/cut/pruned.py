@@ -87,6 +87,10 @@ class Pruned:
         kept = {id(place.tensor) for module, place in places if not is_gone(module, place)}
         self._take_out(root, is_gone, {id(place.tensor) for _, place in places} - kept)
 
+    def without_removed(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a ``state_dict`` of the root without the entries of other stages."""
+        return {name: value for name, value in state.items() if name not in self.names}
+
     def load(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load this stage's part of a whole ``state_dict``.
 
@@ -98,8 +102,7 @@ class Pruned:
         Raises:
             RuntimeError: names or shapes do not match.
         """
-        own = {name: value for name, value in state.items() if name not in self.names}
-        missing, unexpected = module.load_state_dict(own, strict=False)
+        missing, unexpected = module.load_state_dict(self.without_removed(state), strict=False)
         # While loading, some modules add entries that older states lack. Such an entry may belong to another stage.
         missing, unexpected = ([name for name in names if name not in self.names] for names in (missing, unexpected))
         if strict and (missing or unexpected):
